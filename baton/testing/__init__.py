@@ -1,0 +1,1 @@
+"""What tests share: clocks moved by hand, seeded faults, tiny models. Never imported by a service."""
