@@ -1,0 +1,1 @@
+"""The five Baton services; each meets the others only over gRPC."""
