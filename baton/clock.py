@@ -1,7 +1,8 @@
 """Time, as a thing that is passed in.
 
-Owns the `Clock` protocols and the real clock. Durations come from one process's monotonic clock; wall
-time only ends TTLs and capabilities, it never gives ownership. Tests use `baton.testing.clock.ManualClock`.
+Owns the `Clock` protocols and the real clock. Durations come from one process's monotonic clock;
+wall time only ends TTLs and capabilities, it never gives ownership. Tests use
+`baton.testing.clock.ManualClock`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class WaitingClock(Clock, Protocol):
     """A clock that can also wait for an event, at most some time."""
 
     async def wait(self, event: asyncio.Event, timeout_s: float) -> bool:
-        """True as soon as `event` is set, False once `timeout_s` seconds of this clock have passed."""
+        """True as soon as `event` is set, False once `timeout_s` seconds of this clock have
+        passed.
+        """
         ...
 
 

@@ -1,7 +1,7 @@
 """The one error model: reasons, what each means on every wire, and `ServiceError`.
 
-Owns the table reason -> (gRPC code, HTTP status, OpenAI type, OpenAI code, retryable). Never does I/O,
-never formats a response: the gRPC interceptor and the REST layer read the table.
+Owns the table reason -> (gRPC code, HTTP status, OpenAI type, OpenAI code, retryable). Never does
+I/O, never formats a response: the gRPC interceptor and the REST layer read the table.
 Asserts are for our own bugs; `ServiceError` is for everything the world can do to us.
 """
 

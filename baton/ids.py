@@ -1,7 +1,7 @@
 """Identifiers: how they are drawn, written and read.
 
-Owns the form of log ids, request ids, error ids and incarnations. Never keeps state: two calls share nothing
-but the operating system's random source.
+Owns the form of log ids, request ids, error ids and incarnations. Never keeps state: two calls
+share nothing but the operating system's random source.
 """
 
 from __future__ import annotations

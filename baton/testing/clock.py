@@ -59,10 +59,8 @@ class ManualClock:
 
 async def _first_of(one: asyncio.Event, other: asyncio.Event) -> None:
     """Returns when either event is set; leaves no task behind, also when cancelled."""
-    waits = [asyncio.ensure_future(one.wait()), asyncio.ensure_future(other.wait())]
-    try:
+    async with asyncio.TaskGroup() as group:
+        waits = [group.create_task(one.wait()), group.create_task(other.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
         for wait in waits:
             wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
