@@ -1,0 +1,1 @@
+"""Generated stubs of `baton.api.decode`: written by `make gen`, never edited."""

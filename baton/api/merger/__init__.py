@@ -1,0 +1,1 @@
+"""Generated stubs of `baton.api.merger`: written by `make gen`, never edited."""
