@@ -1,0 +1,59 @@
+"""CRC-32C (Castagnoli) of buffers, without copying them, and the mask for stored header CRCs.
+
+Owns the checksum arithmetic of pages, slots, blobs and records. Never does I/O, never copies a
+buffer: `google_crc32c` refuses a memoryview, so buffers reach it as a numpy view.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap | npt.NDArray[Any]
+"""Anything contiguous that the KV code reads bytes from."""
+
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
+"""A one-dimensional array of bytes."""
+
+_MASK_DELTA: Final = 0xA282EAD8
+_U32: Final = 0xFFFFFFFF
+
+
+def as_bytes(buffer: Buffer) -> ByteArray:
+    """View a contiguous `buffer` as an array of bytes; nothing is copied."""
+    return np.frombuffer(buffer, dtype=np.uint8)
+
+
+def crc32c(buffer: Buffer) -> int:
+    """Return the CRC-32C of a contiguous buffer; the CRC of nothing is 0."""
+    return int(google_crc32c.value(as_bytes(buffer)))
+
+
+def extend_crc32c(crc: int, buffer: Buffer) -> int:
+    """Return the CRC-32C of (what `crc` was computed over) followed by `buffer`."""
+    return int(google_crc32c.extend(crc, as_bytes(buffer)))
+
+
+def mask_crc(crc: int) -> int:
+    """Mask a CRC that is stored beside the bytes it covers: rotate right by 15, add a constant.
+
+    A CRC taken over bytes that hold their own CRC is weak; masked, such bytes are ordinary again.
+    """
+    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & _U32
+
+
+def unmask_crc(masked: int) -> int:
+    """Undo `mask_crc`."""
+    rotated = (masked - _MASK_DELTA) & _U32
+    return ((rotated >> 17) | (rotated << 15)) & _U32
+
+
+def slot_list_crc(slot_crcs: Sequence[int]) -> int:
+    """Return the one CRC that stands for a partial page: CRC-32C over its slots' CRCs as u32 LE."""
+    return crc32c(struct.pack(f"<{len(slot_crcs)}I", *slot_crcs))

@@ -1,0 +1,247 @@
+"""Every digest of the format: BLAKE3 over one canonical, length-prefixed byte string.
+
+Owns the canonical encoding and what each digest covers. Never reads files: callers hand in content
+hashes or chunks. docs/formats.md states each string, and tests/data/kv/digests.json golden values.
+
+Invariant: two different sequences of fields never encode to the same bytes, because each field is
+preceded by its length; digests with a label as their first field cannot meet one another.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from baton.kv.crc import Buffer, as_bytes
+from baton.kv.layout import LAYOUT, KvDtype
+
+HASH_BYTES: Final = 32
+DIGEST_BYTES: Final = 16
+TOKENIZER_HASH_BYTES: Final = 8
+
+ConfigValue: TypeAlias = str | int | float | bool | None
+"""A value of a configuration that enters a digest."""
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.uint32]
+"""Token ids, each 0 to 2**32 - 1."""
+
+
+def canonical(*parts: Buffer | str) -> bytes:
+    """Encode fields one after the other, each as u32 little-endian length and bytes (text: UTF-8)."""
+    pieces: list[bytes] = []
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else bytes(as_bytes(part))
+        pieces.append(struct.pack("<I", len(data)))
+        pieces.append(data)
+    return b"".join(pieces)
+
+
+def canonical_config(config: Mapping[str, ConfigValue]) -> bytes:
+    """Encode a flat configuration: key and value fields, sorted by the key's UTF-8 bytes.
+
+    A value is tagged text: `s:` string, `i:` decimal integer, `b:true`/`b:false`, `n:` null, `f:` and
+    16 hex digits, the little-endian bytes of a float64.
+    """
+    fields: list[str] = []
+    for key in sorted(config, key=lambda name: name.encode()):
+        fields += [key, _tagged(config[key])]
+    return canonical(*fields)
+
+
+def _tagged(value: ConfigValue) -> str:
+    if value is None:
+        return "n:"
+    if isinstance(value, bool):
+        return f"b:{'true' if value else 'false'}"
+    if isinstance(value, int):
+        return f"i:{value}"
+    if isinstance(value, float):
+        return f"f:{struct.pack('<d', value).hex()}"
+    return f"s:{value}"
+
+
+def ids_bytes(ids: TokenIds) -> bytes:
+    """Return token ids as u32 little-endian, one after the other."""
+    if isinstance(ids, np.ndarray):
+        assert ids.dtype.kind in "ui", ids.dtype
+        return ids.astype(
+            "<u4", casting="same_kind" if ids.dtype.kind == "u" else "unsafe"
+        ).tobytes()
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def _hash(data: bytes, length: int = HASH_BYTES) -> bytes:
+    return blake3(data).digest(length)
+
+
+def content_hash(chunks: Iterable[Buffer]) -> bytes:
+    """Return BLAKE3 (32 bytes) of a file's bytes as stored, read in any chunks."""
+    hasher = blake3()
+    for chunk in chunks:
+        hasher.update(as_bytes(chunk))
+    return hasher.digest()
+
+
+def model_digest(config: Mapping[str, ConfigValue], weight_hashes: Sequence[bytes]) -> bytes:
+    """Return the model digest (16 bytes): configuration and the weight files as stored.
+
+    `weight_hashes` holds `content_hash` of each weight file, ordered by file name.
+    """
+    assert all(len(item) == HASH_BYTES for item in weight_hashes)
+    return _hash(
+        canonical("baton.model.v1", canonical_config(config), *weight_hashes), DIGEST_BYTES
+    )
+
+
+def tokenizer_hash(
+    kind: str,
+    tokens: Sequence[str | bytes],
+    merges: Sequence[str],
+    special_ids: Sequence[int],
+    settings: Mapping[str, ConfigValue],
+) -> bytes:
+    """Return the tokenizer hash (8 bytes) of a tokenizer's canonical definition.
+
+    `tokens` in id order, `merges` in rank order, `special_ids` ascending, `settings` whatever else
+    decides ids (pre-tokeniser, normaliser, added begin or end tokens).
+    """
+    definition = canonical(
+        "baton.tokenizer.v1",
+        kind,
+        canonical(*tokens),
+        canonical(*merges),
+        ids_bytes(sorted(special_ids)),
+        canonical_config(settings),
+    )
+    return _hash(definition, TOKENIZER_HASH_BYTES)
+
+
+def template_digest(template: str) -> bytes:
+    """Return the chat template digest (16 bytes)."""
+    return _hash(canonical("baton.template.v1", template), DIGEST_BYTES)
+
+
+def rope_digest(rope: Mapping[str, ConfigValue]) -> bytes:
+    """Return the digest (16 bytes) of the RoPE parameters a worker fixed at load."""
+    return _hash(canonical("baton.rope.v1", canonical_config(rope)), DIGEST_BYTES)
+
+
+def kv_digest(
+    *,
+    model: bytes,
+    rope: bytes,
+    dtype: KvDtype,
+    block_tokens: int,
+    adapter: bytes | None = None,
+    layout: int = LAYOUT,
+) -> bytes:
+    """Return the KV digest (16 bytes): all that decides what KV bytes mean, but for the tokens.
+
+    `model` is the model digest, `rope` the RoPE digest, `adapter` an adapter's digest (16 bytes) or
+    None.
+    """
+    assert len(model) == len(rope) == DIGEST_BYTES
+    assert adapter is None or len(adapter) == DIGEST_BYTES
+    numbers = struct.pack("<HH", layout, block_tokens)
+    return _hash(
+        canonical("baton.kv.v1", model, adapter or b"", rope, dtype.text, numbers), DIGEST_BYTES
+    )
+
+
+def ids_hash(ids: TokenIds) -> bytes:
+    """Return BLAKE3 (32 bytes) of token ids: one of the two hashes of a published prefix."""
+    return _hash(canonical("baton.ids.v1", ids_bytes(ids)))
+
+
+def text_hash(rendered: bytes) -> bytes:
+    """Return BLAKE3 (32 bytes) of a rendered prompt's UTF-8 bytes: the other hash of a prefix."""
+    return _hash(canonical("baton.text.v1", rendered))
+
+
+def body_hash(body: bytes) -> bytes:
+    """Return BLAKE3 (32 bytes) of a request body, for idempotency."""
+    return _hash(canonical("baton.body.v1", body))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPage:
+    """One page's part in a chunk list: where its tokens stand and the CRC of their content.
+
+    `crc` is the page CRC of a full page, else `crc.slot_list_crc` of the slots.
+    """
+
+    first_position: int
+    tokens: int
+    crc: int
+
+
+def chunk_list_digest(kv: bytes, chunks: Iterable[Sequence[ChunkPage]]) -> bytes:
+    """Return the digest (32 bytes) of the chunks a log had when it was sealed, in order.
+
+    It covers positions and content CRCs, not places, so that it holds for a copy on another node.
+    """
+    fields = [
+        b"".join(struct.pack("<III", page.first_position, page.tokens, page.crc) for page in chunk)
+        for chunk in chunks
+    ]
+    return _hash(canonical("baton.chunks.v1", kv, *fields))
+
+
+def history_start(kv: bytes) -> bytes:
+    """Return H_0, the history digest (32 bytes) at position 0 of any log of this KV digest."""
+    assert len(kv) == DIGEST_BYTES
+    return _hash(canonical(kv))
+
+
+def history_step(previous: bytes, ids: TokenIds) -> bytes:
+    """Return the digest after the next block, or inside it when `ids` are only its first tokens."""
+    assert len(previous) == HASH_BYTES and len(ids) > 0
+    return _hash(canonical(previous, ids_bytes(ids)))
+
+
+class HistoryDigest:
+    """The history digest of a growing sequence; remembers the open block's ids only.
+
+    Feed it tokens in order with `extend`; `digest()` is the digest at `position`.
+    """
+
+    __slots__ = ("_block_tokens", "_blocks", "_boundary", "_open_ids")
+
+    def __init__(self, kv: bytes, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._boundary = history_start(kv)
+        self._blocks = 0
+        self._open_ids: list[int] = []
+
+    @property
+    def position(self) -> int:
+        """How many tokens were fed."""
+        return self._blocks * self._block_tokens + len(self._open_ids)
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Feed the next token ids."""
+        for token_id in ids:
+            self._open_ids.append(int(token_id))
+            if len(self._open_ids) == self._block_tokens:
+                self._boundary = history_step(self._boundary, self._open_ids)
+                self._blocks += 1
+                self._open_ids = []
+
+    def digest(self) -> bytes:
+        """Return the history digest (32 bytes) at `position`."""
+        if not self._open_ids:
+            return self._boundary
+        return history_step(self._boundary, self._open_ids)
+
+
+def history_at(kv: bytes, block_tokens: int, ids: TokenIds) -> bytes:
+    """Return the history digest (32 bytes) at the position after `ids`, which start at 0."""
+    history = HistoryDigest(kv, block_tokens)
+    history.extend(int(token_id) for token_id in ids)
+    return history.digest()
