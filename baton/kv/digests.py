@@ -24,6 +24,7 @@ from baton.kv.layout import LAYOUT, KvDtype
 HASH_BYTES: Final = 32
 DIGEST_BYTES: Final = 16
 TOKENIZER_HASH_BYTES: Final = 8
+TOKEN_ID_MAX: Final = 0xFFFFFFFF
 
 ConfigValue: TypeAlias = str | int | float | bool | None
 """A value of a configuration that enters a digest."""
@@ -33,7 +34,7 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.uint32]
 
 
 def canonical(*parts: Buffer | str) -> bytes:
-    """Encode fields one after the other, each as u32 little-endian length and bytes (text: UTF-8)."""
+    """Encode fields in order, each as a u32 little-endian length and its bytes (text: UTF-8)."""
     pieces: list[bytes] = []
     for part in parts:
         data = part.encode() if isinstance(part, str) else bytes(as_bytes(part))
@@ -45,8 +46,8 @@ def canonical(*parts: Buffer | str) -> bytes:
 def canonical_config(config: Mapping[str, ConfigValue]) -> bytes:
     """Encode a flat configuration: key and value fields, sorted by the key's UTF-8 bytes.
 
-    A value is tagged text: `s:` string, `i:` decimal integer, `b:true`/`b:false`, `n:` null, `f:` and
-    16 hex digits, the little-endian bytes of a float64.
+    A value is tagged text: `s:` string, `i:` decimal integer, `b:true`/`b:false`, `n:` null, `f:`
+    and 16 hex digits, the little-endian bytes of a float64.
     """
     fields: list[str] = []
     for key in sorted(config, key=lambda name: name.encode()):
@@ -70,9 +71,8 @@ def ids_bytes(ids: TokenIds) -> bytes:
     """Return token ids as u32 little-endian, one after the other."""
     if isinstance(ids, np.ndarray):
         assert ids.dtype.kind in "ui", ids.dtype
-        return ids.astype(
-            "<u4", casting="same_kind" if ids.dtype.kind == "u" else "unsafe"
-        ).tobytes()
+        assert ids.size == 0 or (ids.min() >= 0 and ids.max() <= TOKEN_ID_MAX), "no token id"
+        return ids.astype("<u4").tobytes()
     return struct.pack(f"<{len(ids)}I", *ids)
 
 
@@ -84,7 +84,7 @@ def content_hash(chunks: Iterable[Buffer]) -> bytes:
     """Return BLAKE3 (32 bytes) of a file's bytes as stored, read in any chunks."""
     hasher = blake3()
     for chunk in chunks:
-        hasher.update(as_bytes(chunk))
+        hasher.update(memoryview(as_bytes(chunk)))
     return hasher.digest()
 
 
@@ -132,7 +132,7 @@ def rope_digest(rope: Mapping[str, ConfigValue]) -> bytes:
     return _hash(canonical("baton.rope.v1", canonical_config(rope)), DIGEST_BYTES)
 
 
-def kv_digest(
+def kv_digest(  # noqa: PLR0913 - keyword-only, one for each field of the digest
     *,
     model: bytes,
     rope: bytes,
@@ -201,7 +201,8 @@ def history_start(kv: bytes) -> bytes:
 
 def history_step(previous: bytes, ids: TokenIds) -> bytes:
     """Return the digest after the next block, or inside it when `ids` are only its first tokens."""
-    assert len(previous) == HASH_BYTES and len(ids) > 0
+    assert len(previous) == HASH_BYTES
+    assert len(ids) > 0
     return _hash(canonical(previous, ids_bytes(ids)))
 
 

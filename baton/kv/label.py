@@ -24,7 +24,7 @@ class PairLabel:
     """A worker's or a log's label.
 
     `model` is the model digest (16 bytes), `rope` the RoPE digest (16 bytes), `tokenizer` the
-    tokenizer hash (8 bytes). Service and engine versions are carried elsewhere, never compared here.
+    tokenizer hash (8 bytes). Service and engine versions are carried elsewhere and not compared.
     """
 
     model: bytes

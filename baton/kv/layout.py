@@ -4,8 +4,9 @@ Owns the page layout (number 1): layer, then K and V, then KV head, then token, 
 contiguous, little-endian; int8 pages begin with one float32 scale per (layer, K/V, head, token).
 Never does I/O and never looks at a page slot's padding.
 
-Invariants: a page of n tokens holds exactly n x token_bytes bytes, so a packed range of n tokens has
-the layout of a page whose block_tokens is n; pages are cut at absolute multiples of block_tokens.
+Invariants: a page of n tokens holds exactly n x token_bytes bytes, so a packed range of n tokens
+has the layout of a page whose block_tokens is n; pages are cut at absolute multiples of
+block_tokens.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ def _check_range(name: str, value: int, low: int, high: int) -> None:
 class PageSpan:
     """The part of one block that a token range touches.
 
-    `block_index` is the absolute block (position // block_tokens), `first_slot` the first token slot
-    inside it, `tokens` how many slots follow.
+    `block_index` is the absolute block (position // block_tokens), `first_slot` the first token
+    slot inside it, `tokens` how many slots follow.
     """
 
     block_index: int
@@ -249,7 +250,7 @@ def pack_slots(geometry: KvGeometry, page: Buffer, first_slot: int, tokens: int)
     The result is (tokens x token_bytes) bytes in layout order, without padding. A whole page is
     returned as a view, anything less as a copy.
     """
-    assert 0 <= first_slot and 1 <= tokens <= geometry.block_tokens - first_slot, "slots outside"
+    _assert_slots(geometry, first_slot, tokens)
     if tokens == geometry.block_tokens:
         return as_bytes(page)[: geometry.page_bytes]
     packed = np.empty(tokens * geometry.token_bytes, dtype=np.uint8)
@@ -264,7 +265,7 @@ def unpack_slots(
 
     Bytes of other slots are not touched.
     """
-    assert 0 <= first_slot and 1 <= tokens <= geometry.block_tokens - first_slot, "slots outside"
+    _assert_slots(geometry, first_slot, tokens)
     source = page_view(geometry, packed, tokens)
     copy_slots(source, 0, page_view(geometry, page), first_slot, tokens)
 
@@ -288,7 +289,7 @@ def copy_slots(
 
 
 def slot_content(geometry: KvGeometry, page: Buffer, slot: int) -> ByteArray:
-    """Return one token's content in layout order (int8: its scales first), as the slot CRC reads it."""
+    """Return one token's content in layout order (int8: scales first): what a slot CRC covers."""
     return pack_slots(geometry, page, slot, 1)
 
 
@@ -305,3 +306,8 @@ def slot_crcs(geometry: KvGeometry, page: Buffer, first_slot: int, tokens: int) 
 def page_crc(geometry: KvGeometry, page: Buffer) -> int:
     """Return the CRC-32C of a full page's content, without the slot's padding."""
     return crc32c(as_bytes(page)[: geometry.page_bytes])
+
+
+def _assert_slots(geometry: KvGeometry, first_slot: int, tokens: int) -> None:
+    assert first_slot >= 0, first_slot
+    assert 1 <= tokens <= geometry.block_tokens - first_slot, "slots outside the page"

@@ -13,7 +13,8 @@ def kv_bytes(*, layers: int, kv_heads: int, head_dim: int, tokens: int, element_
 
     The formula of models whose K and V have the same head_dim; scales and padding are not counted.
     """
-    assert min(layers, kv_heads, head_dim, element_bytes) > 0 and tokens >= 0
+    assert min(layers, kv_heads, head_dim, element_bytes) > 0
+    assert tokens >= 0
     return 2 * layers * kv_heads * head_dim * tokens * element_bytes
 
 
@@ -25,7 +26,8 @@ def content_bytes(geometry: KvGeometry, tokens: int) -> int:
 
 def pages_for(tokens: int, block_tokens: int) -> int:
     """Return the pages that positions 0 to tokens - 1 need."""
-    assert tokens >= 0 and block_tokens > 0
+    assert tokens >= 0
+    assert block_tokens > 0
     return -(-tokens // block_tokens)
 
 
