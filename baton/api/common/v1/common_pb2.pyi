@@ -271,7 +271,7 @@ class PairLabel(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     KV_DIGEST_FIELD_NUMBER: _builtins.int
     TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
-    ROPE_FIELD_NUMBER: _builtins.int
+    ROPE_DIGEST_FIELD_NUMBER: _builtins.int
     GEOMETRY_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     NUMERIC_CLASS_FIELD_NUMBER: _builtins.int
@@ -282,8 +282,8 @@ class PairLabel(_message.Message):
     """Digest of everything KV depends on (model, adapter, RoPE, dtype, layout, block size), 16 bytes."""
     tokenizer_hash: _builtins.bytes
     """Digest of the tokenizer's canonical definition, 8 bytes."""
-    rope: _builtins.str
-    """Canonical text of the RoPE parameters fixed at load."""
+    rope_digest: _builtins.bytes
+    """Digest of the RoPE parameters fixed at load, 16 bytes."""
     layout: _builtins.int
     """Page layout version, 1 today."""
     numeric_class: _builtins.str
@@ -300,7 +300,7 @@ class PairLabel(_message.Message):
         model_digest: _builtins.bytes = ...,
         kv_digest: _builtins.bytes = ...,
         tokenizer_hash: _builtins.bytes = ...,
-        rope: _builtins.str = ...,
+        rope_digest: _builtins.bytes = ...,
         geometry: Global___KvGeometry | None = ...,
         layout: _builtins.int = ...,
         numeric_class: _builtins.str = ...,
@@ -308,7 +308,7 @@ class PairLabel(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_version", b"engine_version", "geometry", b"geometry", "kv_digest", b"kv_digest", "layout", b"layout", "model_digest", b"model_digest", "numeric_class", b"numeric_class", "rope", b"rope", "tokenizer_hash", b"tokenizer_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_version", b"engine_version", "geometry", b"geometry", "kv_digest", b"kv_digest", "layout", b"layout", "model_digest", b"model_digest", "numeric_class", b"numeric_class", "rope_digest", b"rope_digest", "tokenizer_hash", b"tokenizer_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
