@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, chat template, detokenising and stop rules. Never imports torch."""
