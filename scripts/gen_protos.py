@@ -27,7 +27,7 @@ INIT_TEXT = '''"""Generated stubs of `{package}`: written by `make gen`, never e
 '''
 
 
-class GenerationFailed(Exception):
+class StubsFailed(Exception):
     """protoc refused the sources; the message is its own output."""
 
 
@@ -44,7 +44,7 @@ def include_folders() -> list[str]:
 
 
 def run_protoc(proto_root: Path, sources: Iterable[Path], out: Path) -> None:
-    """Run protoc with the Python, gRPC and typing plugins; raises `GenerationFailed`."""
+    """Run protoc with the Python, gRPC and typing plugins; raises `StubsFailed`."""
     binaries = str(Path(sys.executable).parent)
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{proto_root}"]
     command += [f"-I{folder}" for folder in include_folders()]
@@ -62,7 +62,7 @@ def run_protoc(proto_root: Path, sources: Iterable[Path], out: Path) -> None:
         check=False,
     )
     if done.returncode != 0:
-        raise GenerationFailed(done.stderr.strip() or "protoc failed without a message")
+        raise StubsFailed(done.stderr.strip() or "protoc failed without a message")
 
 
 def write_package_inits(out: Path) -> None:
@@ -79,10 +79,10 @@ def generate(out: Path) -> None:
     proto_root = ROOT / PROTO_ROOT
     sources = proto_sources(proto_root)
     if not sources:
-        raise GenerationFailed(f"no .proto file below {PROTO_ROOT}/: nothing to generate")
+        raise StubsFailed(f"no .proto file below {PROTO_ROOT}/: nothing to generate")
     stray = [source for source in sources if PACKAGE not in source.parents]
     if stray:
-        raise GenerationFailed(f"{stray[0]} must stand below {PROTO_ROOT / PACKAGE}/")
+        raise StubsFailed(f"{stray[0]} must stand below {PROTO_ROOT / PACKAGE}/")
     run_protoc(proto_root, sources, out)
     write_package_inits(out)
 
@@ -124,7 +124,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="baton-gen-") as folder:
         try:
             generate(Path(folder))
-        except GenerationFailed as problem:
+        except StubsFailed as problem:
             print(f"gen: {problem}", file=sys.stderr)
             return 2
         fresh, committed = generated_files(Path(folder)), generated_files(ROOT)

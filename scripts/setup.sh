@@ -32,7 +32,8 @@ fail() {
 }
 
 python=$(find_python) || fail "Baton needs Python 3.11 or newer; found \
-$(${PYTHON:-python3} --version 2>&1 || true). Install it, or run make setup PYTHON=/path/to/python3.11"
+$(${PYTHON:-python3} --version 2>&1 || true).
+Install it, or name one: make setup PYTHON=/path/to/python3.11"
 
 # Only what pip would read counts: a change of a tool section installs nothing anew.
 wanted=$("$python" - "$TORCH_SPEC" "$PWD" <<'EOF'
@@ -54,7 +55,7 @@ and Ubuntu: apt-get install python3-venv"
 fi
 
 pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input install)
-echo "setup: installing $TORCH_SPEC (the CUDA build is gigabytes; README.md says how to get a CPU build)"
+echo "setup: installing $TORCH_SPEC (the CUDA build is gigabytes; README.md names a CPU build)"
 # shellcheck disable=SC2086 # PIP_ARGS holds several arguments
 "${pip[@]}" $PIP_ARGS "$TORCH_SPEC"
 echo "setup: installing Baton and its tools"
