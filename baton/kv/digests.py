@@ -84,7 +84,7 @@ def content_hash(chunks: Iterable[Buffer]) -> bytes:
     """Return BLAKE3 (32 bytes) of a file's bytes as stored, read in any chunks."""
     hasher = blake3()
     for chunk in chunks:
-        hasher.update(memoryview(as_bytes(chunk)))
+        hasher.update(as_bytes(chunk).data)
     return hasher.digest()
 
 
