@@ -1,0 +1,283 @@
+"""Starts children, waits until they serve, restarts the ones that die, stops them all.
+
+Owns the processes and their log files (`<run dir>/<name>.log`, `<name>.pid`). Never reads what a
+child serves beyond its health. A child that fails before it is ready ends the start, reported once
+with its cause, a hint and its log; one that dies later is started again, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2
+
+from baton.launcher.plan import ChildSpec
+
+RESTARTS_MAX: Final = 5
+RESTART_WINDOW_S: Final = 60.0
+RESTART_PAUSE_S: Final = 0.5
+PROBE_INTERVAL_S: Final = 0.1
+PROBE_TIMEOUT_S: Final = 2.0
+STOP_TIMEOUT_S: Final = 10.0
+KILL_TIMEOUT_S: Final = 5.0
+HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
+LOG_TAIL_BYTES: Final = 16_384
+
+
+class ChildState(StrEnum):
+    """Where a child stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class ClusterFailed(Exception):
+    """A child could not be kept running; the message has cause, hint and log file."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """One supervised process."""
+
+    spec: ChildSpec
+    log_path: Path
+    pid_path: Path
+    state: ChildState = ChildState.STARTING
+    process: asyncio.subprocess.Process | None = None
+    started_s: float = 0.0
+    ready_after_s: float | None = None
+    restarts: int = 0
+
+
+class Supervisor:
+    """Runs a plan. Use as `async with Supervisor(...) as cluster`, then `await cluster.wait()`."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        run_dir: Path,
+        *,
+        on_change: Callable[[Child], None] = lambda child: None,
+        ready_timeout_s: float = 120.0,
+    ) -> None:
+        self._on_change = on_change
+        self._ready_timeout_s = ready_timeout_s
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.children = [
+            Child(
+                spec=spec,
+                log_path=run_dir / f"{spec.name}.log",
+                pid_path=run_dir / f"{spec.name}.pid",
+            )
+            for spec in specs
+        ]
+
+    async def __aenter__(self) -> Supervisor:
+        """Start every child and wait until all serve; on failure all are stopped again."""
+        try:
+            async with asyncio.timeout(self._ready_timeout_s), asyncio.TaskGroup() as group:
+                for child in self.children:
+                    await self._spawn(child)
+                    group.create_task(self._become_ready(child))
+        except* ClusterFailed as failures:
+            await self.stop()
+            raise failures.exceptions[0] from None
+        except* TimeoutError:
+            await self.stop()
+            raise self._too_slow() from None
+        except* BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.stop()
+
+    def child(self, name: str) -> Child:
+        """The child called `name`."""
+        return next(child for child in self.children if child.spec.name == name)
+
+    async def wait(self) -> None:
+        """Watch the children until `stop`; raises ClusterFailed for one that keeps dying."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in self.children:
+                    group.create_task(self._keep(child))
+        except* ClusterFailed as failures:
+            raise failures.exceptions[0] from None
+
+    async def stop(self) -> None:
+        """Stop everything: the doors first, the store last; each gets a grace, then is killed."""
+        self._stopping.set()
+        order = ("gateway", "decode", "prefill", "merger", "kvstore")
+        for service in order:
+            group = [c for c in self.children if c.spec.name.rpartition("-")[0] == service]
+            await asyncio.gather(*(self._stop_child(child) for child in group))
+
+    def _too_slow(self) -> ClusterFailed:
+        late = next(c for c in self.children if c.ready_after_s is None)
+        return ClusterFailed(
+            f"{late.spec.name} was not ready within {self._ready_timeout_s:g} s; "
+            f"last line: {last_line(late.log_path) or 'none'}; log: {late.log_path}"
+        )
+
+    async def _spawn(self, child: Child) -> None:
+        argv = (sys.executable, "-m", "baton.launcher.child", str(os.getpid()), child.spec.module)
+        child.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with child.log_path.open("ab") as log:
+            child.process = await asyncio.create_subprocess_exec(
+                *argv,
+                *child.spec.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **child.spec.environment},
+                # Ctrl-C in a terminal goes to the whole group; the order of the end is ours.
+                start_new_session=True,
+            )
+        child.pid_path.write_text(f"{child.process.pid}\n", encoding="ascii")
+        child.started_s = time.monotonic()
+        self._change(child, ChildState.STARTING)
+
+    async def _become_ready(self, child: Child) -> None:
+        """Return when the child serves; raises ClusterFailed when it exits first."""
+        assert child.process is not None
+        async with asyncio.TaskGroup() as group:
+            exited = group.create_task(child.process.wait())
+            served = group.create_task(self._probe_until_ready(child))
+            await asyncio.wait((exited, served), return_when=asyncio.FIRST_COMPLETED)
+            exited.cancel()
+            served.cancel()
+        # Outside the group, so that the caller sees one error and no exception group.
+        if child.process.returncode is not None:
+            self._change(child, ChildState.FAILED)
+            raise ClusterFailed(_cause(child, child.process.returncode))
+        child.ready_after_s = time.monotonic() - child.started_s
+        self._change(child, ChildState.READY)
+
+    async def _probe_until_ready(self, child: Child) -> None:
+        async with grpc.aio.insecure_channel(child.spec.grpc_address) as channel:
+            check = channel.unary_unary(
+                HEALTH_CHECK,
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            while not await _is_serving(check):
+                await self._pause(PROBE_INTERVAL_S)
+        if child.spec.ready_url is not None:
+            async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+                while not await _answers_ok(client, child.spec.ready_url):
+                    await self._pause(PROBE_INTERVAL_S)
+
+    async def _keep(self, child: Child) -> None:
+        """Restart the child whenever it dies, a bounded number of times in a window."""
+        deaths: list[float] = []
+        while not self._stopping.is_set():
+            assert child.process is not None
+            code = await child.process.wait()
+            if self._stopping.is_set():
+                return
+            now = time.monotonic()
+            deaths = [at for at in deaths if now - at < RESTART_WINDOW_S] + [now]
+            if len(deaths) > RESTARTS_MAX:
+                self._change(child, ChildState.FAILED)
+                raise ClusterFailed(f"{_cause(child, code)}; it died {len(deaths)} times in a row")
+            self._change(child, ChildState.RESTARTING)
+            await self._pause(RESTART_PAUSE_S)
+            if self._stopping.is_set():
+                return
+            child.restarts += 1
+            await self._spawn(child)
+            await self._become_ready_or_die(child)
+
+    async def _become_ready_or_die(self, child: Child) -> None:
+        """A restarted child either serves or is dead, so that `_keep` counts it."""
+        assert child.process is not None
+        with contextlib.suppress(ClusterFailed, TimeoutError):
+            async with asyncio.timeout(self._ready_timeout_s):
+                await self._become_ready(child)
+                return
+        if child.process.returncode is None:
+            child.process.kill()
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait between two probes, or until the end."""
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _stop_child(self, child: Child) -> None:
+        process = child.process
+        if process is None:
+            return
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+            except TimeoutError:
+                process.kill()
+                await asyncio.wait_for(process.wait(), KILL_TIMEOUT_S)
+        child.pid_path.unlink(missing_ok=True)
+        if child.state is not ChildState.FAILED:
+            self._change(child, ChildState.STOPPED)
+
+    def _change(self, child: Child, state: ChildState) -> None:
+        child.state = state
+        self._on_change(child)
+
+
+async def _is_serving(
+    check: grpc.aio.UnaryUnaryMultiCallable[
+        health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
+    ],
+) -> bool:
+    request = health_pb2.HealthCheckRequest(service="readiness")
+    try:
+        answer = await check(request, timeout=PROBE_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _answers_ok(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(url)).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def last_line(path: Path) -> str | None:
+    """The last line of a log that names an error, else its last line; None for an empty log."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as log:
+            log.seek(max(0, size - LOG_TAIL_BYTES))
+            lines = log.read(LOG_TAIL_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    told = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in told if line.lower().startswith("error")] or told
+    return errors[-1] if errors else None
+
+
+def _cause(child: Child, code: int) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    line = last_line(child.log_path) or "it wrote nothing"
+    return f"{child.spec.name} {how}: {line}\n  log: {child.log_path}"
