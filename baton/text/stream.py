@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from baton.sampling_parameters import SamplingParameters
 from baton.text.stop_strings import StopMatcher
 
 _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
@@ -45,6 +46,18 @@ class TextOptions:
     include_stop_string: bool = False
     skip_special: bool = True
     min_tokens: int = 0
+
+    @classmethod
+    def from_parameters(
+        cls, parameters: SamplingParameters, *, skip_special: bool = True
+    ) -> TextOptions:
+        """The options that a request's validated sampling parameters ask for."""
+        return cls(
+            stop_strings=parameters.stop_strings,
+            include_stop_string=parameters.include_stop_string,
+            skip_special=skip_special,
+            min_tokens=parameters.min_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
