@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import httpx
@@ -243,11 +243,7 @@ class Supervisor:
         self._on_change(child)
 
 
-async def _is_serving(
-    check: grpc.aio.UnaryUnaryMultiCallable[
-        health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
-    ],
-) -> bool:
+async def _is_serving(check: grpc.aio.UnaryUnaryMultiCallable[Any, Any]) -> bool:
     request = health_pb2.HealthCheckRequest(service="readiness")
     try:
         answer = await check(request, timeout=PROBE_TIMEOUT_S)

@@ -885,11 +885,12 @@ class Segment(_message.Message):
     HISTORY_END_FIELD_NUMBER: _builtins.int
     KV_DIGEST_FIELD_NUMBER: _builtins.int
     TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
-    NUMERIC_CLASS_FIELD_NUMBER: _builtins.int
+    NUMERIC_CLASS_ID_FIELD_NUMBER: _builtins.int
     TEXT_HASH_FIELD_NUMBER: _builtins.int
     IDS_HASH_FIELD_NUMBER: _builtins.int
     PREFIX_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     from_position: _builtins.int
     """First position of the stretch."""
     history_start: _builtins.bytes
@@ -900,14 +901,16 @@ class Segment(_message.Message):
     """Digest of everything KV depends on, 16 bytes."""
     tokenizer_hash: _builtins.bytes
     """Digest of the tokenizer, 8 bytes."""
-    numeric_class: _builtins.str
-    """Numeric class of the KV."""
+    numeric_class_id: _builtins.int
+    """First four bytes of BLAKE3 of the KV's numeric class text, little-endian."""
     text_hash: _builtins.bytes
     """BLAKE3 of the rendered prompt's bytes, of a published prefix."""
     ids_hash: _builtins.bytes
     """BLAKE3 of the token ids, of a published prefix."""
     prefix_id: _builtins.str
     """Name of the published prefix this is, if it is one."""
+    block_tokens: _builtins.int
+    """Token slots of one page."""
     @_builtins.property
     def log(self) -> Global___LogPosition:
         """The log and its generation; `position` is the segment's end."""
@@ -925,15 +928,16 @@ class Segment(_message.Message):
         history_end: _builtins.bytes = ...,
         kv_digest: _builtins.bytes = ...,
         tokenizer_hash: _builtins.bytes = ...,
-        numeric_class: _builtins.str = ...,
+        numeric_class_id: _builtins.int = ...,
         text_hash: _builtins.bytes = ...,
         ids_hash: _builtins.bytes = ...,
         prefix_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        block_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["log", b"log"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_position", b"from_position", "history_end", b"history_end", "history_start", b"history_start", "ids_hash", b"ids_hash", "kv_digest", b"kv_digest", "log", b"log", "numeric_class", b"numeric_class", "prefix_id", b"prefix_id", "text_hash", b"text_hash", "token_ids", b"token_ids", "tokenizer_hash", b"tokenizer_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "from_position", b"from_position", "history_end", b"history_end", "history_start", b"history_start", "ids_hash", b"ids_hash", "kv_digest", b"kv_digest", "log", b"log", "numeric_class_id", b"numeric_class_id", "prefix_id", b"prefix_id", "text_hash", b"text_hash", "token_ids", b"token_ids", "tokenizer_hash", b"tokenizer_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
