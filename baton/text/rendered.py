@@ -1,10 +1,13 @@
 """The rendered prompt: text, and where the template itself wrote control tokens.
 
-Owns one value type that the template writes and the tokenizer reads. Never holds a token id.
+Owns the value that the template writes and the tokenizer reads, and how control tokens are found in
+text. Never holds a token id.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -25,3 +28,10 @@ class RenderedPrompt:
         for start, stop in self.control_spans:
             assert end <= start < stop <= len(self.text), (start, stop)
             end = stop
+
+
+def control_pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Match any of `texts`, the longest first, as the tokenizers library does."""
+    ordered = sorted(texts, key=lambda text: (-len(text), text))
+    # An empty alternation would match everywhere; this one matches nowhere.
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

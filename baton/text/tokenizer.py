@@ -10,7 +10,6 @@ Decoding is our own table of bytes, one entry a token. Never renders templates, 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from baton.kv import digests
 from baton.text import definition as definitions
 from baton.text.byte_level import SPELLINGS
 from baton.text.definition import TokenizerDefinition
-from baton.text.rendered import RenderedPrompt
+from baton.text.rendered import RenderedPrompt, control_pattern
 
 TEXT_BYTES_MAX: Final = 16 << 20
 """The longest text that is tokenised; the context limit of every model is far below."""
@@ -157,13 +156,6 @@ class Tokenizer:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
-
-
-def control_pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Match any of `texts`, the longest first, as the tokenizers library does."""
-    ordered = sorted(texts, key=lambda text: (-len(text), text))
-    # An empty alternation would match everywhere; this one matches nowhere.
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 def check_text(text: str, field: str) -> None:
