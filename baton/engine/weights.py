@@ -1,0 +1,272 @@
+"""Loading a model's weights: every tensor found, shaped as the config says, in the compute type.
+
+Owns the names of tensors in both file formats, the undoing of llama.cpp's row order for Q and K,
+and the fusing of matrices that share an input. A missing, extra or misshapen tensor is an error
+that names it: a model is loaded whole and right, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from baton.engine.config import (
+    ROPE_FACTORS_TENSOR,
+    ModelConfig,
+    config_from_directory,
+    config_from_gguf,
+    read_config,
+)
+from baton.engine.gguf_meta import read_header
+from baton.engine.model_fields import bad_model
+from baton.engine.rope import RopeTable, build_table
+from baton.engine.weight_sources import GgufSource, SafetensorsSource, TensorSource
+from baton.errors import Reason, ServiceError
+from baton.kv.layout import KvDtype
+
+
+class ComputeDtype(Enum):
+    """The type of matrices, of their inputs and of KV; accumulation is float32 in both."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch type."""
+        return torch.float32 if self is ComputeDtype.FLOAT32 else torch.bfloat16
+
+    @property
+    def kv_dtype(self) -> KvDtype:
+        """The type in which KV is stored in pages."""
+        return KvDtype.F32 if self is ComputeDtype.FLOAT32 else KvDtype.BF16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer. Norms are float32 [hidden]; matrices are [output, input] in the compute type.
+
+    `query_key_value` stacks Q, K and V by rows; `gate_up` stacks gate and up.
+    """
+
+    attention_norm: torch.Tensor
+    query_key_value: torch.Tensor
+    attention_output: torch.Tensor
+    feed_forward_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeights:
+    """A whole model in memory.
+
+    `embedding` and `head` are float32 [vocabulary, hidden] (one tensor when tied): logits rounded
+    to bfloat16 would tie where the model does not. `rope` covers `max_context` positions.
+    """
+
+    config: ModelConfig
+    dtype: ComputeDtype
+    max_context: int
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    rope: RopeTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """What one file format calls each tensor; layer names carry `{}` for the layer index."""
+
+    embedding: str
+    final_norm: str
+    head: str
+    layer: Mapping[str, str]
+
+
+_GGUF_NAMES: Final = _Names(
+    embedding="token_embd.weight",
+    final_norm="output_norm.weight",
+    head="output.weight",
+    layer={
+        "attention_norm": "blk.{}.attn_norm.weight",
+        "query": "blk.{}.attn_q.weight",
+        "key": "blk.{}.attn_k.weight",
+        "value": "blk.{}.attn_v.weight",
+        "attention_output": "blk.{}.attn_output.weight",
+        "feed_forward_norm": "blk.{}.ffn_norm.weight",
+        "gate": "blk.{}.ffn_gate.weight",
+        "up": "blk.{}.ffn_up.weight",
+        "down": "blk.{}.ffn_down.weight",
+    },
+)
+_DIRECTORY_NAMES: Final = _Names(
+    embedding="model.embed_tokens.weight",
+    final_norm="model.norm.weight",
+    head="lm_head.weight",
+    layer={
+        "attention_norm": "model.layers.{}.input_layernorm.weight",
+        "query": "model.layers.{}.self_attn.q_proj.weight",
+        "key": "model.layers.{}.self_attn.k_proj.weight",
+        "value": "model.layers.{}.self_attn.v_proj.weight",
+        "attention_output": "model.layers.{}.self_attn.o_proj.weight",
+        "feed_forward_norm": "model.layers.{}.post_attention_layernorm.weight",
+        "gate": "model.layers.{}.mlp.gate_proj.weight",
+        "up": "model.layers.{}.mlp.up_proj.weight",
+        "down": "model.layers.{}.mlp.down_proj.weight",
+    },
+)
+
+
+def load_weights(
+    path: Path, dtype: ComputeDtype, *, max_context: int | None = None
+) -> ModelWeights:
+    """Load the model at `path` (a .gguf file or a Hugging Face directory).
+
+    `max_context` is the worker's limit, at most the model's own (the default). Raises ServiceError
+    INVALID_REQUEST naming file, tensor or field, and what to do.
+    """
+    if path.is_dir():
+        config = config_from_directory(path)
+        source: TensorSource = SafetensorsSource(path)
+        loader = _Loader(source, config, dtype, _DIRECTORY_NAMES)
+    elif path.is_file():
+        header = read_header(path)
+        config = config_from_gguf(header)
+        loader = _GgufLoader(GgufSource(header), config, dtype, _GGUF_NAMES)
+    else:
+        config = read_config(path)  # Raises: the path does not exist.
+        raise AssertionError(f"{path} appeared while it was read")
+    context = config.max_context if max_context is None else max_context
+    if not 1 <= context <= config.max_context:
+        raise ServiceError(
+            Reason.INVALID_REQUEST,
+            f"max_context {context} must be from 1 to the model's {config.max_context}",
+            field="max_context",
+        )
+    return loader.load(context)
+
+
+class _Loader:
+    """Reads one source under one set of names; the base is the Hugging Face row order."""
+
+    def __init__(
+        self, source: TensorSource, config: ModelConfig, dtype: ComputeDtype, names: _Names
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._dtype = dtype
+        self._names = names
+        self._shapes = source.shapes()
+
+    def load(self, max_context: int) -> ModelWeights:
+        """Check all names and shapes first, then read."""
+        self._check()
+        embedding = self._read(self._names.embedding, torch.float32)
+        head = embedding
+        if not self._config.has_tied_head:
+            head = self._read(self._names.head, torch.float32)
+        return ModelWeights(
+            config=self._config,
+            dtype=self._dtype,
+            max_context=max_context,
+            embedding=embedding,
+            layers=tuple(self._layer(index) for index in range(self._config.layers)),
+            final_norm=self._read(self._names.final_norm, torch.float32),
+            head=head,
+            rope=build_table(self._config, max_context),
+        )
+
+    def _layer(self, index: int) -> LayerWeights:
+        def matrix(role: str) -> torch.Tensor:
+            return self._ordered(role, self._read(self._layer_name(role, index)))
+
+        def norm(role: str) -> torch.Tensor:
+            return self._read(self._layer_name(role, index), torch.float32)
+
+        return LayerWeights(
+            attention_norm=norm("attention_norm"),
+            query_key_value=torch.cat([matrix("query"), matrix("key"), matrix("value")]),
+            attention_output=matrix("attention_output"),
+            feed_forward_norm=norm("feed_forward_norm"),
+            gate_up=torch.cat([matrix("gate"), matrix("up")]),
+            down=matrix("down"),
+        )
+
+    def _ordered(self, role: str, matrix: torch.Tensor) -> torch.Tensor:
+        """Put the rows of `matrix` into half-split RoPE order; here they already are."""
+        return matrix
+
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        wanted = self._dtype.torch_dtype if dtype is None else dtype
+        # A copy always, so that no weight depends on the mapped file staying as it is.
+        tensor = self._source.read(name).to(wanted, copy=True).contiguous()
+        if not bool(torch.isfinite(tensor.sum())):
+            raise bad_model(self._source.path, name, "holds numbers that are not finite")
+        return tensor
+
+    def _layer_name(self, role: str, index: int) -> str:
+        return self._names.layer[role].format(index)
+
+    def _check(self) -> None:
+        expected = dict(self._expected())
+        for name, shape in expected.items():
+            if name not in self._shapes:
+                raise bad_model(self._source.path, name, "is missing; the model is incomplete")
+            if self._shapes[name] != shape:
+                raise bad_model(
+                    self._source.path,
+                    name,
+                    f"has shape {list(self._shapes[name])}, but the config says {list(shape)}",
+                )
+        extra = sorted(name for name in self._shapes if name not in expected)
+        unknown = [name for name in extra if not self._is_harmless(name)]
+        if unknown:
+            raise bad_model(
+                self._source.path,
+                unknown[0],
+                f"is not part of a {self._config.family} model ({len(unknown)} such tensors)",
+            )
+
+    def _is_harmless(self, name: str) -> bool:
+        """Tensors that repeat what the config says: a tied head, the RoPE frequencies."""
+        is_rope = name == ROPE_FACTORS_TENSOR or name.endswith(".rotary_emb.inv_freq")
+        return is_rope or (self._config.has_tied_head and name == self._names.head)
+
+    def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        config = self._config
+        yield self._names.embedding, (config.vocabulary, config.hidden)
+        yield self._names.final_norm, (config.hidden,)
+        if not config.has_tied_head:
+            yield self._names.head, (config.vocabulary, config.hidden)
+        shapes = {
+            "attention_norm": (config.hidden,),
+            "query": (config.query_width, config.hidden),
+            "key": (config.kv_width, config.hidden),
+            "value": (config.kv_width, config.hidden),
+            "attention_output": (config.hidden, config.query_width),
+            "feed_forward_norm": (config.hidden,),
+            "gate": (config.intermediate, config.hidden),
+            "up": (config.intermediate, config.hidden),
+            "down": (config.hidden, config.intermediate),
+        }
+        for index in range(config.layers):
+            for role, shape in shapes.items():
+                yield self._layer_name(role, index), shape
+
+
+class _GgufLoader(_Loader):
+    """llama.cpp interleaves the rotated halves of each Q and K head; this puts them back."""
+
+    def _ordered(self, role: str, matrix: torch.Tensor) -> torch.Tensor:
+        heads = {"query": self._config.heads, "key": self._config.kv_heads}.get(role)
+        if heads is None:
+            return matrix
+        pairs = matrix.reshape(heads, self._config.head_dim // 2, 2, matrix.shape[1])
+        return pairs.transpose(1, 2).reshape(matrix.shape)
