@@ -9,7 +9,7 @@ such can only be the template's; then the stand-ins are turned back. Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from baton.text.messages import Message, refuse
@@ -60,25 +60,43 @@ _KNOWN_WORDS: Final = frozenset(
 )
 
 
+class ControlTexts:
+    """The texts of a tokenizer's control tokens, prepared once for many renders."""
+
+    def __init__(self, control_tokens: Collection[str]) -> None:
+        # White space is never masked, so a token of nothing else cannot be told from content.
+        self.tokens: Final = tuple(sorted(item for item in control_tokens if not item.isspace()))
+        self.alphabet: Final = sorted(set("".join("".join(self.tokens).split())))
+        self.pattern: Final = control_pattern(self.tokens)
+        self._longest = max(map(len, self.tokens), default=0)
+        self._beginnings = {token[:n] for token in self.tokens for n in range(1, len(token))}
+        self._endings = {token[-n:] for token in self.tokens for n in range(1, len(token))}
+        # A look-ahead finds overlapping occurrences as well.
+        self._anywhere = re.compile(f"(?=({self.pattern.pattern}))")
+
+    def dangerous(self, text: str) -> Iterator[tuple[int, int]]:
+        """Whole tokens; the end of `text` as a token's start; its start as a token's end."""
+        if len(text) <= self._longest and any(text in token for token in self.tokens):
+            yield 0, len(text)
+        yield from (match.span(1) for match in self._anywhere.finditer(text))
+        for size in range(1, min(self._longest, len(text) + 1)):
+            if text[-size:] in self._beginnings:
+                yield len(text) - size, len(text)
+            if text[:size] in self._endings:
+                yield 0, size
+
+
 class StandIns:
     """The stand-in characters of one render, chosen so that no input holds any of them."""
 
-    def __init__(self, control_tokens: Sequence[str], texts: Iterable[str]) -> None:
-        alphabet = sorted(
-            {char for token in control_tokens for char in token if not char.isspace()}
-        )
-        first = _free_block(len(alphabet) + 1, texts)
-        self._control_tokens = tuple(control_tokens)
-        self._longest = max(map(len, control_tokens), default=0)
-        self._beginnings = {token[:n] for token in control_tokens for n in range(1, len(token))}
-        self._endings = {token[-n:] for token in control_tokens for n in range(1, len(token))}
-        # A look-ahead finds overlapping occurrences as well.
-        self._anywhere = re.compile(f"(?=({control_pattern(control_tokens).pattern}))")
+    def __init__(self, controls: ControlTexts, texts: Iterable[str]) -> None:
+        first = _free_block(len(controls.alphabet) + 1, texts)
+        self._controls = controls
         self._to: dict[int, str] = {
-            ord(char): chr(first + index) for index, char in enumerate(alphabet)
+            ord(char): chr(first + index) for index, char in enumerate(controls.alphabet)
         }
         self._back = {ord(stand_in): chr(char) for char, stand_in in self._to.items()}
-        self.end_mark: Final = chr(first + len(alphabet))
+        self.end_mark: Final = chr(first + len(controls.alphabet))
 
     def restore(self, text: str) -> str:
         """Turn every stand-in back; positions are unchanged."""
@@ -90,24 +108,13 @@ class StandIns:
 
     def replace_dangerous(self, text: str) -> str:
         """Replace only where `text` spells a control token, or could be a part of one."""
-        spans = list(self._dangerous(text))
+        spans = list(self._controls.dangerous(text))
         if not spans:
             return text
         chars = list(text)
         for start, end in spans:
             chars[start:end] = text[start:end].translate(self._to)
         return "".join(chars)
-
-    def _dangerous(self, text: str) -> Iterator[tuple[int, int]]:
-        """Whole tokens; the end of `text` as a token's start; its start as a token's end."""
-        if len(text) <= self._longest and any(text in token for token in self._control_tokens):
-            yield 0, len(text)
-        yield from (match.span(1) for match in self._anywhere.finditer(text))
-        for size in range(1, min(self._longest, len(text) + 1)):
-            if text[-size:] in self._beginnings:
-                yield len(text) - size, len(text)
-            if text[:size] in self._endings:
-                yield 0, size
 
 
 def _free_block(size: int, texts: Iterable[str]) -> int:

@@ -17,9 +17,9 @@ from typing import Any, Final
 from baton.errors import Reason, ServiceError
 from baton.kv import digests
 from baton.text.messages import Message, normalise_messages, plain_value, refuse
-from baton.text.rendered import RenderedPrompt, control_pattern
+from baton.text.rendered import RenderedPrompt
 from baton.text.sandbox import CompiledTemplate, TemplateFault
-from baton.text.standins import StandIns, all_strings, map_messages, map_strings
+from baton.text.standins import ControlTexts, StandIns, all_strings, map_messages, map_strings
 
 _RESERVED: Final = frozenset(
     {
@@ -60,10 +60,7 @@ class ChatTemplate:
             message = f"the model's chat template {error}; give a model directory with another"
             raise ServiceError(Reason.UNSUPPORTED, message, field="chat_template") from error
         self._source = source
-        # White space is never masked, so a token of nothing else cannot be told from content.
-        tokens = sorted(token for token in control_tokens if not token.isspace())
-        self._control_tokens = tuple(tokens)
-        self._control_pattern = control_pattern(tokens)
+        self._controls = ControlTexts(control_tokens)
         self._variables = dict(variables or {})
         self._now = now
 
@@ -100,7 +97,7 @@ class ChatTemplate:
             tools=plain_value(list(tools), "tools") if tools else None,
             extra=self._extra(template_kwargs or {}),
         )
-        stand_ins = StandIns(self._control_tokens, [self._source, *inputs.strings()])
+        stand_ins = StandIns(self._controls, [self._source, *inputs.strings()])
         if continue_final_message:
             inputs = inputs.with_end_mark(stand_ins.end_mark)
         when = self._now()
@@ -131,15 +128,12 @@ class ChatTemplate:
             # It passed on the real content a moment ago: it reads the content, and fails on masks.
             raise TemplateFault("the chat template depends on the content too closely") from error
         if stand_ins.restore(masked) != plain:
-            expected = self._controls(masked)
+            expected = self._controls.pattern.findall(masked)
             masked = run(inputs.mapped(stand_ins.replace_dangerous))
-            if self._controls(masked) != expected:
+            if self._controls.pattern.findall(masked) != expected:
                 raise TemplateFault("the chat template would let content write control tokens")
-        spans = tuple(match.span() for match in self._control_pattern.finditer(masked))
+        spans = tuple(match.span() for match in self._controls.pattern.finditer(masked))
         return RenderedPrompt(text=stand_ins.restore(masked), control_spans=spans)
-
-    def _controls(self, masked: str) -> list[str]:
-        return self._control_pattern.findall(masked)
 
     def _extra(self, template_kwargs: Mapping[str, object]) -> dict[str, Any]:
         extra: dict[str, Any] = plain_value(template_kwargs, "template_kwargs")
