@@ -190,3 +190,20 @@ class ServiceError(Exception):
 
     def __repr__(self) -> str:
         return f"ServiceError({self.reason.value}, {self.message!r}, field={self.field!r})"
+
+
+class StartupError(Exception):
+    """A process cannot start: what is wrong, and what to do about it.
+
+    Raised before anything is served, printed by `baton.lifecycle.run_service`; `exit_code` 2 is for
+    faults of configuration, 1 for the rest.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message} ({self.hint})"
