@@ -98,8 +98,8 @@ _U16_FIELDS: Final = (
 class BlobHeader:
     """Every field of a blob header but the magic and the CRC of the header itself.
 
-    Positions and tokens count from 0 at the log's start; sizes are bytes; `payload_crc` covers pages
-    and token ids.
+    Positions and tokens count from 0 at the log's start; sizes are bytes; `payload_crc` covers
+    pages and token ids.
     """
 
     tokenizer_hash: bytes

@@ -1,0 +1,1 @@
+"""The kvstore service: the KV logs and arenas of its node."""
