@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias, cast
 import grpc
 import structlog
 
-from baton.errors import Reason, ServiceError
+from baton.errors import REASONS, Reason, ServiceError
 from baton.ids import new_error_id, new_request_id
 from baton.rpc.deadline import deadline_scope
 from baton.rpc.status import DETAILS_KEY, status_of
@@ -47,6 +47,8 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Behaviour: TypeAlias = "Callable[[Any, _Context], Any]"
 _Work = Callable[[], Awaitable[Any]]
 _ID_KEYS: Final = frozenset({REQUEST_ID_METADATA, TRACEPARENT_METADATA})
+
+_GIVEN_UP: Final = "the server gave this call up"
 
 INFRASTRUCTURE_PREFIX: Final = "/grpc."
 """Health and reflection answer also when the service is full."""
@@ -134,12 +136,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             with self._scope(method, context):
                 return await work()
         except asyncio.CancelledError:
-            if context.cancelled() or context.done():
-                code = _code_of_client(context)
-                raise
-            error = ServiceError(Reason.CANCELLED, "the server gave this call up")
-            code = error.row.grpc_code
-            await _abort(context, error)
+            code = _code_of_client(context)
+            # grpc.aio does not say whose cancel this is: `cancelled()` and `done()` are False in
+            # either case. Only a client that still waits can be sent a status.
+            if await _abort_if_open(context, ServiceError(Reason.CANCELLED, _GIVEN_UP)):
+                code = REASONS[Reason.CANCELLED].grpc_code
+            raise
         except grpc.aio.AbortError:
             # Health and reflection abort on their own; nothing of ours does.
             code = context.code()
@@ -260,11 +262,23 @@ def _logged(method: str, bug: Exception) -> ServiceError:
 
 
 async def _abort(context: _Context, error: ServiceError) -> NoReturn:
-    """Ends the call with the error's code, message and details; raises gRPC's AbortError."""
+    """Ends the call with the error; raises what tells gRPC that the handler is over."""
+    if await _abort_if_open(context, error):
+        raise grpc.aio.AbortError
+    raise asyncio.CancelledError("the client left before its error could be sent")
+
+
+async def _abort_if_open(context: _Context, error: ServiceError) -> bool:
+    """Sends the error's code, message and details; False if the client is gone already."""
     status = status_of(error)
-    await context.abort(
-        error.row.grpc_code,
-        status.message,
-        trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
-    )
-    raise AssertionError("abort returned")
+    try:
+        await context.abort(
+            error.row.grpc_code,
+            status.message,
+            trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
+        )
+    except grpc.aio.AbortError:
+        return True
+    except grpc.aio.InternalError:
+        return False
+    raise AssertionError("abort neither raised nor failed")

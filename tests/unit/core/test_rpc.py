@@ -154,6 +154,23 @@ async def test_a_bug_is_opaque_to_the_client_and_logged_once() -> None:
     assert recorder.handled == [(method("Bug"), grpc.StatusCode.INTERNAL)]
 
 
+async def test_a_handler_cancelled_by_its_own_service_answers_at_once() -> None:
+    """A drain or a fence may cancel the handler's task; its client must hear of it."""
+
+    async def cancelled(request: bytes, context: Any) -> bytes:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await asyncio.Event().wait()
+        return b""
+
+    async with serving(Cancelled=unary(cancelled)) as (_server, channel):
+        async with asyncio.timeout(5.0):
+            with pytest.raises(ServiceError) as failed:
+                await channel.unary_unary(method("Cancelled"))(b"", timeout=60.0)
+    assert failed.value.reason is Reason.CANCELLED
+
+
 @pytest.mark.parametrize("kind", ["unary", "stream"])
 async def test_a_handlers_own_cancel_answers_at_once(kind: str) -> None:
     """Let out, it would leave the client waiting for its deadline (grpc issue 29248)."""
