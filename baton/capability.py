@@ -60,6 +60,7 @@ class Right(IntEnum):
     GENERATE = 13
     CANCEL = 14
     SPLICE = 15
+    SEAL = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
