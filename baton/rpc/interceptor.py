@@ -139,9 +139,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             code = _code_of_client(context)
             # grpc.aio does not say whose cancel this is: `cancelled()` and `done()` are False in
             # either case. Only a client that still waits can be sent a status.
-            if await _abort_if_open(context, ServiceError(Reason.CANCELLED, _GIVEN_UP)):
-                code = REASONS[Reason.CANCELLED].grpc_code
-            raise
+            ended = await _sent(context, ServiceError(Reason.CANCELLED, _GIVEN_UP))
+            if ended is None:
+                raise
+            code = REASONS[Reason.CANCELLED].grpc_code
+            raise ended from None
         except grpc.aio.AbortError:
             # Health and reflection abort on their own; nothing of ours does.
             code = context.code()
@@ -263,13 +265,17 @@ def _logged(method: str, bug: Exception) -> ServiceError:
 
 async def _abort(context: _Context, error: ServiceError) -> NoReturn:
     """Ends the call with the error; raises what tells gRPC that the handler is over."""
-    if await _abort_if_open(context, error):
-        raise grpc.aio.AbortError
-    raise asyncio.CancelledError("the client left before its error could be sent")
+    ended = await _sent(context, error)
+    if ended is None:
+        raise asyncio.CancelledError("the client left before its error could be sent")
+    raise ended
 
 
-async def _abort_if_open(context: _Context, error: ServiceError) -> bool:
-    """Sends the error's code, message and details; False if the client is gone already."""
+async def _sent(context: _Context, error: ServiceError) -> grpc.aio.AbortError | None:
+    """Sends the error's code, message and details; None if the client is gone already.
+
+    The AbortError must be raised as it is: gRPC takes another one for a bug of the handler.
+    """
     status = status_of(error)
     try:
         await context.abort(
@@ -277,8 +283,8 @@ async def _abort_if_open(context: _Context, error: ServiceError) -> bool:
             status.message,
             trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
         )
-    except grpc.aio.AbortError:
-        return True
+    except grpc.aio.AbortError as ended:
+        return ended
     except grpc.aio.InternalError:
-        return False
+        return None
     raise AssertionError("abort neither raised nor failed")

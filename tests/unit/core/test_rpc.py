@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -16,6 +16,16 @@ from baton.rpc.deadline import deadline_scope, remaining_s, timeout_within
 from baton.rpc.interceptor import CallLimits
 from baton.tracing import current_request_id, current_trace, new_trace, request_scope
 from tests.unit.core.rpc_fixtures import Recorder, method, serving, unary
+
+
+@pytest.fixture(autouse=True)
+def _grpc_logs_no_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A refusal is an answer: gRPC must not take it for a bug of the handler and log a
+    traceback.
+    """
+    yield
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("grpc")]
+    assert [message for message in messages if message.startswith("Unexpected")] == []
 
 
 def _failing(reason: Reason) -> ServiceError:
