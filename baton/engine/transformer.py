@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from baton.engine.kv_pages import KvPages
+from baton.engine.label import torch_numeric_class
 from baton.engine.rope import rotate
 from baton.engine.weights import LayerWeights, ModelWeights
 from baton.errors import Reason, ServiceError
@@ -37,7 +38,6 @@ class _ChunkPlan:
     """Where one chunk's tokens go and what they see; the same for every layer."""
 
     end: int
-    first_position: int
     token_pages: torch.Tensor
     token_slots: torch.Tensor
     table: torch.Tensor
@@ -87,11 +87,7 @@ class Transformer:
 
     def numeric_class(self) -> str:
         """The numeric class text: stored weights, activations, accumulation, KV, invariance."""
-        activations = self.weights.dtype.kv_dtype.text
-        return (
-            f"weights={self.config.weights_format} act={activations} acc=f32 "
-            f"kv={self.pages.geometry.dtype.text} invariant=no"
-        )
+        return torch_numeric_class(self.config, self.weights.dtype.kv_dtype).text
 
     @torch.inference_mode()
     def prefill_chunk(
@@ -246,7 +242,6 @@ class Transformer:
         table = torch.tensor(page_table[:used], dtype=torch.int64)
         return _ChunkPlan(
             end=end,
-            first_position=first_position,
             token_pages=table[positions // block_tokens],
             token_slots=positions % block_tokens,
             table=table,
