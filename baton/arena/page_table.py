@@ -90,3 +90,9 @@ class PageTable:
         """How many pages to ask for so that `ahead_tokens` positions from `position` on fit."""
         needed = position + ahead_tokens - self.capacity
         return max(0, -(-needed // self._block_tokens))
+
+    def spare_page(self) -> int:
+        """The first granted page that is no row yet; PAGES_EXHAUSTED when there is none."""
+        if not self._spare:
+            self.require(self.capacity + 1)
+        return self._spare[0].page

@@ -1,0 +1,99 @@
+"""What workers need of an engine, and what belongs to one worker process.
+
+Owns the `Engine` protocol and the bundle of parts that start-up makes. Never imports torch: logits
+leave an engine as tensors and are turned into arrays by `Engine`'s adapter in the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.arena.client import KVStoreClient
+from baton.arena.mapping import MappedArena
+from baton.engine.finish import EndRule
+from baton.kv.label import PairLabel
+from baton.kv.layout import KvDtype, KvGeometry
+from baton.text.stream import TokenBytes
+from baton.worker.held_logs import HeldLogs
+from baton.worker.threads import Progress, WorkThread
+
+EXACT: Final = "exact"
+EQUIVALENT: Final = "equivalent"
+
+
+class Engine(Protocol):
+    """A forward pass over the arena's pages. Called from one thread at a time."""
+
+    def prefill_kv(
+        self,
+        tokens: Sequence[int],
+        first_position: int,
+        page_table: Sequence[int],
+        should_cancel: Callable[[], bool] | None = None,
+    ) -> None:
+        """Write the KV of a chunk; raises ComputeCancelled between layers."""
+        ...
+
+    def prefill_chunk(
+        self,
+        tokens: Sequence[int],
+        first_position: int,
+        page_table: Sequence[int],
+        should_cancel: Callable[[], bool] | None = None,
+    ) -> NDArray[np.float32]:
+        """As `prefill_kv`, and the logits after the chunk's last token, f32 [vocabulary]."""
+        ...
+
+    def decode_step(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        page_tables: Sequence[Sequence[int]],
+    ) -> NDArray[np.float32]:
+        """One token for each of several sequences; logits f32 [batch, vocabulary]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """Everything a worker's service code uses. Made once, at start-up.
+
+    `compute` runs the engine, `packing` checksums pages. `context_max` bounds a sequence's tokens.
+    """
+
+    worker_id: str
+    incarnation: int
+    model: str
+    label: PairLabel
+    geometry: KvGeometry
+    engine: Engine
+    tokenizer: TokenBytes
+    rule: EndRule
+    vocabulary: int
+    arena: MappedArena
+    store: KVStoreClient
+    node_id: str
+    lease_s: float
+    compute: WorkThread
+    packing: WorkThread
+    progress: Progress
+    held: HeldLogs
+
+    @property
+    def context_max(self) -> int:
+        """The most tokens, prompt and output together, that a sequence may have."""
+        return self.rule.max_context
+
+    def exactness(self, base_numeric_class: str | None) -> str:
+        """The exactness class of answers that start from KV of `base_numeric_class` (None: ours).
+
+        Float32 throughout gives the tokens of a fresh computation; everything else the same up to
+        rounding.
+        """
+        is_own = base_numeric_class in (None, self.label.numeric_class.text)
+        return EXACT if self.geometry.dtype is KvDtype.F32 and is_own else EQUIVALENT

@@ -1,0 +1,203 @@
+"""Running a prompt: the missing KV of one log in chunks, each committed while the next computes.
+
+Owns the order of compute, packing, commit and seal for one log; used by the prefill service and for
+local prefill in decode. Never chooses which prompt goes next: a `ChunkTurns` says when a chunk may
+compute. Never fences: a run that fails or is cancelled just stops writing.
+
+Invariant: when `compute` has returned or raised, no thread writes this log's pages any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.arena.checksums import chunk_pages, commit_rows
+from baton.arena.client import HeldLog
+from baton.arena.page_table import PageTable
+from baton.arena.replay import LogView
+from baton.engine.transformer import ComputeCancelled
+from baton.errors import Reason, ServiceError
+from baton.kv.digests import ChunkPage, chunk_list_digest
+from baton.worker.chunker import Chunk, plan_chunks
+from baton.worker.engine import WorkerParts
+from baton.worker.failures import first_failure
+from baton.worker.output import OutputToken
+
+Logits = NDArray[np.float32]
+OnCommit = Callable[[Chunk], Awaitable[None]]
+Result = TypeVar("Result")
+
+
+class ChunkTurns(Protocol):
+    """Says when a prompt may compute its next chunk."""
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """The right to compute one chunk, for the block."""
+        ...
+
+
+@dataclass(slots=True)
+class RunTimes:
+    """Seconds this run spent computing, and packing and committing."""
+
+    compute_s: float = 0.0
+    pack_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRights:
+    """Under which name and with which capability a run acts."""
+
+    request_id: str
+    capability: str
+
+
+class PromptRun:
+    """One log's run over its replay `view`; `end` None: up to the end of the prompt."""
+
+    def __init__(
+        self, parts: WorkerParts, view: LogView, rights: RunRights, *, end: int | None = None
+    ) -> None:
+        self._parts = parts
+        self._view = view
+        self._rights = rights
+        self._end = view.head.prompt_tokens if end is None else end
+        self._stop = threading.Event()
+        self._chunks: list[tuple[ChunkPage, ...]] = []
+        self.log = HeldLog(log_id=view.head.log_id, generation=view.head.generation)
+        self.table = PageTable.of_view(view, parts.geometry.block_tokens)
+        self.times = RunTimes()
+
+    @property
+    def missing_tokens(self) -> int:
+        """Positions whose KV is not committed when the run begins."""
+        return max(0, self._end - self._view.head.committed_position)
+
+    def stop(self) -> None:
+        """Make the chunk under way end between two layers, and the run with it."""
+        self._stop.set()
+
+    async def compute_kv(self, turns: ChunkTurns, chunk_tokens: int, on_commit: OnCommit) -> None:
+        """Compute and commit everything that is missing, without logits."""
+        await self._compute(turns, chunk_tokens, on_commit, wants_logits=False)
+
+    async def compute(self, turns: ChunkTurns, chunk_tokens: int, on_commit: OnCommit) -> Logits:
+        """Compute and commit everything that is missing; the logits after the last position.
+
+        Raises ServiceError: CANCELLED after `stop`, PAGES_EXHAUSTED, or what the store refused.
+        """
+        logits = await self._compute(turns, chunk_tokens, on_commit, wants_logits=True)
+        if logits is None:
+            async with turns.turn():
+                logits = await self._run_job(self._recompute_last)
+        return logits
+
+    async def seal(self, first: OutputToken | None) -> int:
+        """Seal the log with its first token (None: KV only); returns the log's position."""
+        digest = chunk_list_digest(self._parts.label.kv_digest(), self._chunks)
+        return await self._parts.store.seal(
+            self.log,
+            digest,
+            self._rights.capability,
+            first_token=None if first is None else first.sampled,
+            finish_reason=None if first is None else first.finish_reason,
+        )
+
+    async def _compute(
+        self, turns: ChunkTurns, chunk_tokens: int, on_commit: OnCommit, *, wants_logits: bool
+    ) -> Logits | None:
+        await self._require_pages()
+        first = self._view.head.committed_position
+        logits: Logits | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                committing: asyncio.Task[None] | None = None
+                for chunk in plan_chunks(
+                    first, self._end, chunk_tokens, self._parts.geometry.block_tokens
+                ):
+                    has_logits = wants_logits and chunk.is_last
+                    async with turns.turn():
+                        logits = await self._run_job(self._job(chunk, has_logits=has_logits))
+                    if committing is not None:
+                        await committing
+                    committing = group.create_task(self._commit(chunk, on_commit))
+        except* ServiceError as failures:
+            raise first_failure(failures) from None
+        return logits
+
+    async def _require_pages(self) -> None:
+        missing = self.table.missing_pages(0, self._end)
+        if missing:
+            pages = await self._parts.store.grant(
+                self.log.log_id, self.log.generation, missing, f"{self._rights.request_id}-prompt"
+            )
+            self.table.grant(pages)
+        self.table.require(self._end)
+
+    def _job(self, chunk: Chunk, *, has_logits: bool) -> Callable[[], Logits | None]:
+        tokens = self._view.token_ids[chunk.first : chunk.end]
+        pages = self.table.pages(chunk.end)
+        engine = self._parts.engine
+
+        def job() -> Logits | None:
+            if has_logits:
+                return engine.prefill_chunk(tokens, chunk.first, pages, self._should_stop)
+            engine.prefill_kv(tokens, chunk.first, pages, self._should_stop)
+            return None
+
+        return job
+
+    async def _run_job(self, job: Callable[[], Result]) -> Result:
+        started_s = time.monotonic()
+        try:
+            result = await self._parts.compute.run(job, on_cancel=self._stop.set)
+        except ComputeCancelled:
+            raise ServiceError(
+                Reason.CANCELLED, "the prompt was cancelled while it was computed"
+            ) from None
+        finally:
+            self.times.compute_s += time.monotonic() - started_s
+            self._parts.progress.worked()
+        if self._stop.is_set():
+            raise ServiceError(Reason.CANCELLED, "the prompt was cancelled between two chunks")
+        return result
+
+    def _should_stop(self) -> bool:
+        self._parts.progress.worked()
+        return self._stop.is_set()
+
+    async def _commit(self, chunk: Chunk, on_commit: OnCommit) -> None:
+        started_s = time.monotonic()
+        rows = await self._parts.packing.run(
+            lambda: commit_rows(self._parts.arena, self.table, chunk.first, chunk.end)
+        )
+        await self._parts.store.commit_checkpoint(
+            self.log, (chunk.first, chunk.end), rows, self._rights.capability
+        )
+        self._chunks.append(chunk_pages(rows, chunk.first, self._parts.geometry.block_tokens))
+        self.times.pack_s += time.monotonic() - started_s
+        await on_commit(chunk)
+
+    def _recompute_last(self) -> Logits:
+        """Logits of a prompt whose KV is complete already: an earlier writer died before its seal.
+
+        A committed slot is never written twice, so the last token is computed in a spare page that
+        holds a copy of its page.
+        """
+        last = self._end - 1
+        spare = self.table.spare_page()
+        pages = self.table.pages(self._end)
+        self._parts.arena.page(spare)[:] = self._parts.arena.page(pages[-1])
+        tokens = self._view.token_ids[last : self._end]
+        return self._parts.engine.prefill_chunk(
+            tokens, last, [*pages[:-1], spare], self._should_stop
+        )

@@ -1,0 +1,270 @@
+"""Starting a worker: model, label, arena, golden check, in that order.
+
+Owns the sequence and its waits. A kvstore that is not there yet is waited for, saying so; one that
+refuses this worker ends the start with its reason. Never serves a request: readiness is the
+caller's to announce after `start_worker` returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from baton.arena.client import ArenaClient, AttachedArena, KVStoreClient, WorkerIdentity
+from baton.capability import DEV_KEY, CapabilitySigner, Claims, Right
+from baton.clock import Clock, WaitingClock
+from baton.engine import golden_check
+from baton.engine.config import ModelConfig, read_config
+from baton.engine.finish import EndRule
+from baton.engine.kv_pages import KvPages
+from baton.engine.label import build_label, weight_hashes
+from baton.engine.transformer import Transformer, set_threads
+from baton.engine.weights import ComputeDtype, ModelWeights, load_weights
+from baton.errors import Reason, ServiceError, StartupError
+from baton.ids import new_incarnation
+from baton.kv.numeric import NumericClass
+from baton.models import resolve
+from baton.rpc.channel import Channel
+from baton.text.bundle import TextBundle
+from baton.worker.engine import WorkerParts
+from baton.worker.held_logs import HeldLogs
+from baton.worker.threads import Progress, WorkThread
+from baton.worker.torch_engine import TorchEngine
+
+DISTRIBUTION: Final = "baton-serving"
+ATTACH_PAUSE_S: Final = 0.25
+ATTACH_SAYS_AGAIN_S: Final = 5.0
+DEV_CAPABILITY_TTL_S: Final = 10 * 365 * 86_400.0
+
+_log = structlog.stdlib.get_logger("baton.worker")
+_PASSING: Final = frozenset(
+    {Reason.WORKER_LOST, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.QUEUE_FULL}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """What a worker's configuration says of it. `context_max` None: the model's own."""
+
+    worker_id: str
+    model: str
+    dtype: str
+    threads: int
+    kvstore: str
+    capability: str
+    context_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    name: str
+    path: Path
+    config: ModelConfig
+    weights: ModelWeights
+    weight_hashes: list[bytes]
+    bundle: TextBundle
+
+
+def software_version() -> str:
+    """The version of this software; carried and logged, never compared."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def capability_or_dev(capability: str | None, worker_id: str, clock: Clock) -> str:
+    """The configured worker capability, or one of our own under the public development key."""
+    if capability:
+        return capability
+    signer = CapabilitySigner(DEV_KEY, clock)
+    _log.warning("development_capability_used", worker_id=worker_id)
+    claims = Claims(
+        tenant=None,
+        scope=None,
+        rights=frozenset({Right.ATTACH, Right.HEARTBEAT}),
+        expiry_wall_s=signer.expiry_after(DEV_CAPABILITY_TTL_S),
+        request_id=worker_id,
+    )
+    return signer.sign(claims)
+
+
+async def start_worker(
+    options: WorkerOptions, channel: Channel, clock: WaitingClock
+) -> WorkerParts:
+    """Everything the worker's service needs, ready to compute.
+
+    Raises StartupError with the cause and a hint: model missing or damaged, kvstore of another
+    model, golden check failed.
+    """
+    compute, packing = WorkThread(f"{options.worker_id}-compute"), WorkThread("packing")
+    store = KVStoreClient(channel, options.worker_id)
+    try:
+        model = await compute.run(lambda: _load(options))
+        block_tokens = await _block_tokens(store, options, clock)
+        geometry = model.config.kv_geometry(block_tokens, model.weights.dtype.kv_dtype)
+        label = build_label(
+            model.path,
+            model.config,
+            model.bundle.tokenizer_hash,
+            geometry,
+            NumericClass.parse(_class_text(model)),
+        )
+        incarnation = new_incarnation()
+        identity = WorkerIdentity(
+            worker_id=options.worker_id,
+            incarnation=incarnation,
+            label=label,
+            geometry=geometry,
+            capability=options.capability,
+            software_version=software_version(),
+        )
+        attached = await _attach(store, identity, options, clock)
+    except ServiceError as error:
+        raise StartupError(
+            f"{options.worker_id} cannot start: {error.message}", hint=_hint(error)
+        ) from error
+    pages = KvPages.from_buffer(attached.arena.slots, geometry, attached.arena.shape.page_count)
+    transformer = Transformer(model.weights, pages)
+    await compute.run(lambda: _check_golden(transformer, model))
+    return _parts(model, transformer, store, attached, _Threads(compute, packing), identity)
+
+
+@dataclass(frozen=True, slots=True)
+class _Threads:
+    compute: WorkThread
+    packing: WorkThread
+
+
+def _parts(
+    model: _Model,
+    transformer: Transformer,
+    store: KVStoreClient,
+    attached: AttachedArena,
+    threads: _Threads,
+    identity: WorkerIdentity,
+) -> WorkerParts:
+    rule = EndRule(
+        end_token_ids=frozenset(model.config.end_token_ids) | frozenset(model.bundle.eos_ids),
+        max_context=transformer.max_context,
+    )
+    return WorkerParts(
+        worker_id=identity.worker_id,
+        incarnation=identity.incarnation,
+        model=model.name,
+        label=identity.label,
+        geometry=identity.geometry,
+        engine=TorchEngine(transformer),
+        tokenizer=model.bundle.tokenizer,
+        rule=rule,
+        vocabulary=model.config.vocabulary,
+        arena=attached.arena,
+        store=store,
+        node_id=attached.node_id,
+        lease_s=attached.lease_s,
+        compute=threads.compute,
+        packing=threads.packing,
+        progress=Progress(),
+        held=HeldLogs(),
+    )
+
+
+def _load(options: WorkerOptions) -> _Model:
+    """Reads everything of the model; seconds, in the compute thread."""
+    set_threads(options.threads)
+    files = resolve(options.model)
+    config = read_config(files.path)
+    _log.info("model_loading", model=files.name, dtype=options.dtype, threads=options.threads)
+    return _Model(
+        name=files.name,
+        path=files.path,
+        config=config,
+        bundle=TextBundle.load(files.path),
+        weights=load_weights(
+            files.path, ComputeDtype(options.dtype), max_context=options.context_max
+        ),
+        weight_hashes=weight_hashes(files.path),
+    )
+
+
+def _class_text(model: _Model) -> str:
+    dtype = model.weights.dtype.kv_dtype.text
+    return f"weights={model.config.weights_format} act={dtype} acc=f32 kv={dtype} invariant=no"
+
+
+async def _block_tokens(store: KVStoreClient, options: WorkerOptions, clock: WaitingClock) -> int:
+    """The page size of the node's arena; a worker has no say in it."""
+    waiting = _Waiting(options, clock)
+    while True:
+        try:
+            return (await store.describe_arena()).shape.geometry.block_tokens
+        except ServiceError as error:
+            await waiting.pause(error)
+
+
+async def _attach(
+    store: KVStoreClient, identity: WorkerIdentity, options: WorkerOptions, clock: WaitingClock
+) -> AttachedArena:
+    waiting = _Waiting(options, clock)
+    while True:
+        try:
+            attached = await ArenaClient.attach(store, identity)
+        except ServiceError as error:
+            await waiting.pause(error)
+            continue
+        _log.info(
+            "arena_attached",
+            node_id=attached.node_id,
+            worker_slot=attached.worker_slot,
+            pages=attached.arena.shape.page_count,
+            lease_s=attached.lease_s,
+        )
+        return attached
+
+
+class _Waiting:
+    """Pauses between tries, saying what is waited for now and then; refusals end the wait."""
+
+    def __init__(self, options: WorkerOptions, clock: WaitingClock) -> None:
+        self._options = options
+        self._clock = clock
+        self._said_s: float | None = None
+        self._never = asyncio.Event()
+
+    async def pause(self, error: ServiceError) -> None:
+        """Wait a moment if `error` may pass by itself, else raise it."""
+        if error.reason not in _PASSING:
+            raise error
+        now_s = self._clock.monotonic_s()
+        if self._said_s is None or now_s - self._said_s >= ATTACH_SAYS_AGAIN_S:
+            self._said_s = now_s
+            _log.info(
+                "waiting_for_kvstore", kvstore=self._options.kvstore, reason=error.reason.value
+            )
+        await self._clock.wait(self._never, ATTACH_PAUSE_S)
+
+
+def _check_golden(transformer: Transformer, model: _Model) -> None:
+    reference = golden_check.find_reference(model.weight_hashes)
+    if reference is None:
+        _log.warning("golden_check_skipped", model=model.name, cause="no reference for this model")
+        return
+    result = golden_check.run(transformer, reference)
+    if not result.is_passed:
+        raise StartupError(
+            f"the golden check failed: relative L2 {result.relative_l2:.2e} is over "
+            f"{result.bound:.0e} in class {result.numeric_class}",
+            hint="the model file or the engine is damaged; run `baton models pull` again",
+        )
+    _log.info("golden_check_passed", relative_l2=result.relative_l2, bound=result.bound)
+
+
+def _hint(error: ServiceError) -> str | None:
+    if error.reason in (Reason.COMPAT_MISMATCH, Reason.TOKENIZER_MISMATCH):
+        return "give kvstore and workers the same --model and --dtype"
+    return None

@@ -1,0 +1,52 @@
+"""The torch forward pass as workers see it: tensors in the engine, arrays outside.
+
+Owns the conversion of logits. Never copies KV and never imports torch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.engine.transformer import Transformer
+
+
+class TorchEngine:
+    """Implements `baton.worker.engine.Engine` over one `Transformer`."""
+
+    def __init__(self, transformer: Transformer) -> None:
+        self.transformer = transformer
+
+    def prefill_kv(
+        self,
+        tokens: Sequence[int],
+        first_position: int,
+        page_table: Sequence[int],
+        should_cancel: Callable[[], bool] | None = None,
+    ) -> None:
+        """See `Transformer.prefill_kv`."""
+        self.transformer.prefill_kv(tokens, first_position, page_table, should_cancel)
+
+    def prefill_chunk(
+        self,
+        tokens: Sequence[int],
+        first_position: int,
+        page_table: Sequence[int],
+        should_cancel: Callable[[], bool] | None = None,
+    ) -> NDArray[np.float32]:
+        """See `Transformer.prefill_chunk`; f32 [vocabulary]."""
+        logits = self.transformer.prefill_chunk(tokens, first_position, page_table, should_cancel)
+        return cast("NDArray[np.float32]", logits.numpy())
+
+    def decode_step(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        page_tables: Sequence[Sequence[int]],
+    ) -> NDArray[np.float32]:
+        """See `Transformer.decode_step`; f32 [batch, vocabulary]."""
+        logits = self.transformer.decode_step(tokens, positions, page_tables)
+        return cast("NDArray[np.float32]", logits.numpy())
