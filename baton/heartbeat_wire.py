@@ -29,7 +29,7 @@ def gateway_beats(
 
 
 def _beat(pool: ChannelPool, address: str, capability: str) -> Beat:
-    stub = gateway_pb2_grpc.GatewayServiceStub(pool.get(address))
+    stub = gateway_pb2_grpc.RegistryServiceStub(pool.get(address))
 
     async def beat(record: Record, timeout_s: float) -> str:
         request = gateway_pb2.HeartbeatRequest(

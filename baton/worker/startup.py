@@ -22,12 +22,11 @@ from baton.engine import golden_check
 from baton.engine.config import ModelConfig, read_config
 from baton.engine.finish import EndRule
 from baton.engine.kv_pages import KvPages
-from baton.engine.label import build_label, weight_hashes
+from baton.engine.label import build_label, torch_numeric_class, weight_hashes
 from baton.engine.transformer import Transformer, set_threads
 from baton.engine.weights import ComputeDtype, ModelWeights, load_weights
 from baton.errors import Reason, ServiceError, StartupError
 from baton.ids import new_incarnation
-from baton.kv.numeric import NumericClass
 from baton.models import resolve
 from baton.rpc.channel import Channel
 from baton.text.bundle import TextBundle
@@ -107,48 +106,17 @@ async def start_worker(
     try:
         model = await compute.run(lambda: _load(options))
         block_tokens = await _block_tokens(store, options, clock)
-        geometry = model.config.kv_geometry(block_tokens, model.weights.dtype.kv_dtype)
-        label = build_label(
-            model.path,
-            model.config,
-            model.bundle.tokenizer_hash,
-            geometry,
-            NumericClass.parse(_class_text(model)),
-        )
-        incarnation = new_incarnation()
-        identity = WorkerIdentity(
-            worker_id=options.worker_id,
-            incarnation=incarnation,
-            label=label,
-            geometry=geometry,
-            capability=options.capability,
-            software_version=software_version(),
-        )
+        identity = _identity(options, model, block_tokens)
         attached = await _attach(store, identity, options, clock)
     except ServiceError as error:
         raise StartupError(
             f"{options.worker_id} cannot start: {error.message}", hint=_hint(error)
         ) from error
-    pages = KvPages.from_buffer(attached.arena.slots, geometry, attached.arena.shape.page_count)
+    pages = KvPages.from_buffer(
+        attached.arena.slots, identity.geometry, attached.arena.shape.page_count
+    )
     transformer = Transformer(model.weights, pages)
     await compute.run(lambda: _check_golden(transformer, model))
-    return _parts(model, transformer, store, attached, _Threads(compute, packing), identity)
-
-
-@dataclass(frozen=True, slots=True)
-class _Threads:
-    compute: WorkThread
-    packing: WorkThread
-
-
-def _parts(
-    model: _Model,
-    transformer: Transformer,
-    store: KVStoreClient,
-    attached: AttachedArena,
-    threads: _Threads,
-    identity: WorkerIdentity,
-) -> WorkerParts:
     rule = EndRule(
         end_token_ids=frozenset(model.config.end_token_ids) | frozenset(model.bundle.eos_ids),
         max_context=transformer.max_context,
@@ -167,10 +135,29 @@ def _parts(
         store=store,
         node_id=attached.node_id,
         lease_s=attached.lease_s,
-        compute=threads.compute,
-        packing=threads.packing,
+        compute=compute,
+        packing=packing,
         progress=Progress(),
         held=HeldLogs(),
+    )
+
+
+def _identity(options: WorkerOptions, model: _Model, block_tokens: int) -> WorkerIdentity:
+    geometry = model.config.kv_geometry(block_tokens, model.weights.dtype.kv_dtype)
+    label = build_label(
+        model.path,
+        model.config,
+        model.bundle.tokenizer_hash,
+        geometry,
+        torch_numeric_class(model.config, geometry.dtype),
+    )
+    return WorkerIdentity(
+        worker_id=options.worker_id,
+        incarnation=new_incarnation(),
+        label=label,
+        geometry=geometry,
+        capability=options.capability,
+        software_version=software_version(),
     )
 
 
@@ -190,11 +177,6 @@ def _load(options: WorkerOptions) -> _Model:
         ),
         weight_hashes=weight_hashes(files.path),
     )
-
-
-def _class_text(model: _Model) -> str:
-    dtype = model.weights.dtype.kv_dtype.text
-    return f"weights={model.config.weights_format} act={dtype} acc=f32 kv={dtype} invariant=no"
 
 
 async def _block_tokens(store: KVStoreClient, options: WorkerOptions, clock: WaitingClock) -> int:
