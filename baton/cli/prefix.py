@@ -1,0 +1,131 @@
+"""`baton prefix`: system prompts computed ahead and shared.
+
+Owns: the command line's view of `/v1/prefixes`. Never does: tokenise or splice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.table import Table
+
+from baton.cli.console import CommandFailed, ExitCode, output
+from baton.cli.gateway_http import DEFAULT_URL, GatewayAddress, KeyOption, UrlOption, call
+
+PATH = "/v1/prefixes"
+TEXT_BYTES_MAX = 4 * 1024 * 1024
+COLUMNS = ("name", "status", "tokens", "id", "model", "expires")
+
+app = typer.Typer(no_args_is_help=True, help="Publish system prompts ahead, list and revoke them.")
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the gateway's answer as JSON.")]
+
+
+def read_content(text: str | None, file: Path | None) -> str:
+    """The prompt from --text, --file or, with `--file -`, stdin; refused when empty or huge."""
+    if (text is None) == (file is None):
+        raise CommandFailed("give the prompt by either --text or --file", exit_code=ExitCode.USAGE)
+    if text is None:
+        assert file is not None
+        text = _read_file(file)
+    if not text.strip():
+        raise CommandFailed("the prompt is empty", exit_code=ExitCode.USAGE)
+    if len(text.encode()) > TEXT_BYTES_MAX:
+        raise CommandFailed(f"the prompt is over {TEXT_BYTES_MAX} bytes", exit_code=ExitCode.USAGE)
+    return text
+
+
+def _read_file(file: Path) -> str:
+    try:
+        if str(file) == "-":
+            return sys.stdin.read(TEXT_BYTES_MAX + 1)
+        with file.open(encoding="utf-8") as stream:
+            return stream.read(TEXT_BYTES_MAX + 1)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise CommandFailed(f"--file {file}: {problem}") from problem
+
+
+def listed(answer: Any) -> list[dict[str, Any]]:
+    """The entries of a list answer (`{"object": "list", "data": [...]}`)."""
+    entries = answer.get("data") if isinstance(answer, dict) else answer
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise CommandFailed(f"{PATH} did not answer with a list", remedy="is it a Baton gateway?")
+    return entries
+
+
+def show(entries: list[dict[str, Any]], as_json: bool) -> None:
+    """Print prefixes as a table, or as one JSON array."""
+    if as_json:
+        output().print(json.dumps(entries, ensure_ascii=False, indent=2), markup=False)
+        return
+    if not entries:
+        output().print("no prefix is published; `baton prefix publish` makes one")
+        return
+    columns = [name for name in COLUMNS if any(entry.get(name) is not None for entry in entries)]
+    table = Table(*columns, box=None, pad_edge=False)
+    for entry in entries:
+        table.add_row(
+            *(str(entry.get(name) if entry.get(name) is not None else "") for name in columns)
+        )
+    output().print(table)
+
+
+@app.command()
+def publish(
+    name: Annotated[str, typer.Argument(help="Name of the prefix, unique per tenant.")],
+    text: Annotated[str | None, typer.Option(help="The system prompt itself.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A UTF-8 file with it; `-` is stdin.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Raw text, not a system message.")] = False,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="A tenant that may use it; repeatable, `*` is all.")
+    ] = None,
+    ttl_s: Annotated[float | None, typer.Option(min=1.0, help="Seconds it lives.")] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep it in memory.")] = False,
+    as_json: JsonOption = False,
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """Compute a system prompt ahead and publish it.
+
+    Example: baton prefix publish support --file system.txt --ttl-s 86400
+    """
+    content = read_content(text, file)
+    body: dict[str, Any] = {"name": name}
+    body |= {"text": content} if raw else {"messages": [{"role": "system", "content": content}]}
+    body |= {"tenants": tenant} if tenant else {}
+    body |= {"ttl_s": ttl_s} if ttl_s is not None else {}
+    body |= {"pin": True} if pin else {}
+    show([call(GatewayAddress(url=url, api_key=api_key), "POST", PATH, body)], as_json)
+
+
+@app.command("list")
+def list_prefixes(
+    as_json: JsonOption = False,
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """List the prefixes that this key may use.
+
+    Example: baton prefix list --json
+    """
+    show(listed(call(GatewayAddress(url=url, api_key=api_key), "GET", PATH, None)), as_json)
+
+
+@app.command()
+def delete(
+    name: Annotated[str, typer.Argument(help="Name or id of the prefix.")],
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """Revoke a prefix: new requests do not find it; running ones keep what they hold.
+
+    Example: baton prefix delete support
+    """
+    path = f"{PATH}/{quote(name, safe='')}"
+    call(GatewayAddress(url=url, api_key=api_key), "DELETE", path, None)
+    output().print(f"revoked {name}", markup=False)
