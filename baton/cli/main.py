@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli import chat, doctor, models, prefix
+from baton.cli import chat, demo, doctor, models, prefix, up
 from baton.cli.console import CommandFailed, ExitCode, output, show_error
 from baton.errors import ServiceError
 
@@ -92,6 +92,9 @@ def build_app() -> typer.Typer:
         epilog=EPILOG,
     )
     app.callback()(_root)
+    add(app, "up", up.up)
+    add(app, "down", up.down)
+    add(app, "demo", demo.demo)
     add(app, "chat", chat.chat)
     add(app, "models", models.app)
     add(app, "prefix", prefix.app)

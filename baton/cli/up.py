@@ -1,0 +1,285 @@
+"""`baton up` and `baton down`: the whole cluster on this machine.
+
+Owns what the user sees while it starts, runs and stops. Never starts a process by itself: that is
+`baton.launcher`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from baton import models
+from baton.cli.console import CommandFailed, ExitCode, output
+from baton.cli.models import pull_with_progress
+from baton.errors import Reason, ServiceError
+from baton.launcher.cluster import prepare
+from baton.launcher.plan import ClusterOptions
+from baton.launcher.ports import is_free
+from baton.launcher.rundir import RunDir, RunDirBusy, default_run_dir, running_pid
+from baton.launcher.supervisor import Child, ChildState, ClusterFailed, Supervisor
+
+DOWN_TIMEOUT_S: Final = 60.0
+MODEL_DEFAULT: Final = "smollm2"
+
+_MARKS: Final = {
+    ChildState.STARTING: ("yellow", "…"),
+    ChildState.READY: ("green", "✓"),
+    ChildState.RESTARTING: ("yellow", "↻"),
+    ChildState.FAILED: ("red", "✗"),
+    ChildState.STOPPED: ("dim", "■"),
+}
+
+
+class Dtype(StrEnum):
+    """Compute and KV type of a cluster."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class PrefillMode(StrEnum):
+    """Where prompts are computed."""
+
+    REMOTE = "remote"
+    LOCAL = "local"
+    AUTO = "auto"
+
+
+class ClusterView:
+    """One line per service: redrawn in place on a terminal, printed at each change elsewhere."""
+
+    def __init__(self, *, is_live: bool) -> None:
+        self._children: dict[str, Child] = {}
+        self._live = Live(console=output(), auto_refresh=False) if is_live else None
+
+    def __enter__(self) -> ClusterView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Leave the lines as they are and stop redrawing."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show(self, child: Child) -> None:
+        """A child changed."""
+        self._children[child.spec.name] = child
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+        elif child.state is not ChildState.STARTING:
+            output().print(_line(child), markup=False)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name in sorted(self._children):
+            child = self._children[name]
+            style, mark = _MARKS[child.state]
+            table.add_row(f"[{style}]{mark}[/]", name, child.state.value, _detail(child))
+        return table
+
+
+def _line(child: Child) -> str:
+    return f"{child.spec.name:12} {child.state.value:10} {_detail(child)}".rstrip()
+
+
+def _detail(child: Child) -> str:
+    if child.state is ChildState.READY and child.ready_after_s is not None:
+        pid = child.process.pid if child.process else 0
+        return f"{child.ready_after_s:.1f} s   {child.spec.grpc_address}   process {pid}"
+    if child.state in (ChildState.RESTARTING, ChildState.FAILED):
+        return f"log: {child.log_path}"
+    return ""
+
+
+def ensure_model(name: str) -> None:
+    """Fetch a known model that is not cached; another missing model is refused."""
+    try:
+        models.locate(name)
+    except ServiceError as problem:
+        if problem.reason is not Reason.MODEL_NOT_FOUND or not models.is_known(name):
+            raise
+        pull_with_progress(name)
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that somebody else has, before anything is started."""
+    if not is_free(host, port):
+        raise CommandFailed(
+            f"port {port} on {host} is taken",
+            remedy="stop the other program (`baton down` for a cluster), or give --http-port",
+            exit_code=ExitCode.USAGE,
+        )
+
+
+async def run_cluster(cluster: Supervisor, view: ClusterView, http_url: str) -> None:
+    """Start, say where it serves, watch it until SIGINT or SIGTERM, stop."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    started_s = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        stopped = group.create_task(stop.wait())
+        served = group.create_task(_serve(cluster, view, http_url, started_s))
+        await asyncio.wait((stopped, served), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not served.done():
+            view.settle()
+            output().print("stopping ...")
+            await cluster.stop()
+            served.cancel()
+
+
+async def _serve(cluster: Supervisor, view: ClusterView, http_url: str, started_s: float) -> None:
+    async with cluster:
+        view.settle()
+        output().print(f"ready in {time.monotonic() - started_s:.1f} s: {http_url}/v1")
+        output().print(_invitation(http_url), markup=False)
+        await cluster.wait()
+
+
+def _invitation(http_url: str) -> str:
+    body = (
+        '{"model": "smollm2", "stream": true, '
+        '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    )
+    return (
+        f"  talk:  baton chat --url {http_url}\n"
+        f"  curl:  curl -N {http_url}/v1/chat/completions "
+        f"-H 'content-type: application/json' -d '{body}'\n"
+        "  stop:  Ctrl-C, or `baton down` in another terminal"
+    )
+
+
+def raise_cluster_failure(group: BaseExceptionGroup[BaseException]) -> None:
+    """Turn what a task group raised into one line for people."""
+    for problem in group.exceptions:
+        if isinstance(problem, ClusterFailed):
+            raise CommandFailed(str(problem), remedy="`baton doctor` checks the usual causes")
+    raise group
+
+
+def up(
+    model: Annotated[str, typer.Option(envvar="BATON_UP_MODEL", help="Name or path.")] = (
+        MODEL_DEFAULT
+    ),
+    dtype: Annotated[Dtype, typer.Option(envvar="BATON_UP_DTYPE")] = Dtype.BFLOAT16,
+    http_port: Annotated[
+        int, typer.Option(envvar="BATON_UP_HTTP_PORT", min=1, max=65535, help="REST port.")
+    ] = 8080,
+    prefill: Annotated[
+        int, typer.Option(envvar="BATON_UP_PREFILL", min=1, max=16, help="Prefill workers.")
+    ] = 1,
+    decode: Annotated[
+        int, typer.Option(envvar="BATON_UP_DECODE", min=1, max=16, help="Decode workers.")
+    ] = 1,
+    arena_bytes: Annotated[
+        int | None,
+        typer.Option(
+            envvar="BATON_UP_ARENA_BYTES",
+            min=1 << 20,
+            show_default="half of free shared memory, at most 1 GiB",
+            help="Bytes of the KV arena.",
+        ),
+    ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option(envvar="BATON_UP_CHUNK_TOKENS", min=1, max=8192, help="Prefill chunk.")
+    ] = 256,
+    prefill_mode: Annotated[
+        PrefillMode, typer.Option(envvar="BATON_UP_PREFILL_MODE", help="Where prompts run.")
+    ] = PrefillMode.REMOTE,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="BATON_UP_RUN_DIR",
+            show_default=str(default_run_dir()),
+            help="Logs, process ids, key and KV log.",
+        ),
+    ] = None,
+    tenants_file: Annotated[
+        Path | None,
+        typer.Option(envvar="BATON_UP_TENANTS_FILE", exists=True, help="Tenants and their keys."),
+    ] = None,
+    log_level: Annotated[str, typer.Option(envvar="BATON_UP_LOG_LEVEL")] = "info",
+) -> None:
+    """Run the whole cluster on this machine until Ctrl-C.
+
+    Example: baton up --http-port 9000 --dtype float32
+    """
+    options = ClusterOptions(
+        model=model,
+        dtype=dtype.value,
+        http_port=http_port,
+        prefill_workers=prefill,
+        decode_workers=decode,
+        arena_bytes=arena_bytes,
+        chunk_tokens=chunk_tokens,
+        prefill_mode=prefill_mode.value,
+        run_dir=run_dir or default_run_dir(),
+        tenants_file=tenants_file,
+        log_level=log_level,
+    )
+    check_port(options.host, http_port)
+    ensure_model(model)
+    try:
+        with (
+            RunDir(options.run_dir) as held,
+            ClusterView(is_live=sys.stdout.isatty()) as view,
+        ):
+            cluster = prepare(options, held, on_change=view.show)
+            asyncio.run(run_cluster(cluster, view, f"http://{options.host}:{http_port}"))
+    except RunDirBusy as problem:
+        raise CommandFailed(str(problem), remedy="stop it with `baton down`") from problem
+    except BaseExceptionGroup as group:
+        raise_cluster_failure(group)
+
+
+def down(
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="BATON_UP_RUN_DIR", show_default=str(default_run_dir())),
+    ] = None,
+) -> None:
+    """Stop the cluster that `baton up` runs in another terminal.
+
+    Example: baton down
+    """
+    where = run_dir or default_run_dir()
+    pid = running_pid(where)
+    if pid is None:
+        output().print(f"no cluster runs in {where}")
+        return
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        output().print(f"no cluster runs in {where}")
+        return
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGTERM)
+        # A pidfd becomes readable when its process ends: no polling, no recycled process id.
+        ended, _, _ = select.select([handle], [], [], DOWN_TIMEOUT_S)
+    finally:
+        os.close(handle)
+    if not ended:
+        raise CommandFailed(
+            f"process {pid} has not stopped within {DOWN_TIMEOUT_S:g} s",
+            remedy=f"see the logs in {where}",
+        )
+    output().print(f"stopped (process {pid})")
