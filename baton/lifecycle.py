@@ -155,8 +155,16 @@ class Service:
 
     async def _until(self, event: asyncio.Event, work: Awaitable[None], timeout_s: float) -> bool:
         """True if `work` ended before the event and the timeout; else it is cancelled."""
+        failures: list[Exception] = []
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001  # raised below, outside the group
+                failures.append(error)
+
         async with asyncio.TaskGroup() as group:
-            working = group.create_task(_run(work))
+            working = group.create_task(run())
             watching = group.create_task(event.wait())
             await asyncio.wait(
                 (working, watching), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -164,6 +172,8 @@ class Service:
             is_done = working.done()
             working.cancel()
             watching.cancel()
+        if failures:
+            raise failures[0]
         return is_done
 
     async def _set_ready(self, *, is_ready: bool) -> None:
@@ -209,10 +219,6 @@ class Service:
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
-
-
-async def _run(work: Awaitable[None]) -> None:
-    await work
 
 
 async def _logged(name: str, event: str, work: Awaitable[None]) -> None:
