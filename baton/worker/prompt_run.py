@@ -37,6 +37,9 @@ OnCommit = Callable[[Chunk], Awaitable[None]]
 Result = TypeVar("Result")
 
 
+_CANCELLED = ServiceError(Reason.CANCELLED, "the request was cancelled while its prompt ran")
+
+
 class ChunkTurns(Protocol):
     """Says when a prompt may compute its next chunk."""
 
@@ -54,24 +57,27 @@ class RunTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRights:
-    """Under which name and with which capability a run acts."""
+class RunTerms:
+    """How a run acts: its names, its chunk size, whom it tells of a committed chunk."""
 
     request_id: str
     capability: str
+    chunk_tokens: int
+    on_commit: OnCommit
 
 
 class PromptRun:
     """One log's run over its replay `view`; `end` None: up to the end of the prompt."""
 
     def __init__(
-        self, parts: WorkerParts, view: LogView, rights: RunRights, *, end: int | None = None
+        self, parts: WorkerParts, view: LogView, terms: RunTerms, *, end: int | None = None
     ) -> None:
         self._parts = parts
         self._view = view
-        self._rights = rights
+        self._terms = terms
         self._end = view.head.prompt_tokens if end is None else end
         self._stop = threading.Event()
+        self._stopped_by = _CANCELLED
         self._chunks: list[tuple[ChunkPage, ...]] = []
         self.log = HeldLog(log_id=view.head.log_id, generation=view.head.generation)
         self.table = PageTable.of_view(view, parts.geometry.block_tokens)
@@ -82,20 +88,22 @@ class PromptRun:
         """Positions whose KV is not committed when the run begins."""
         return max(0, self._end - self._view.head.committed_position)
 
-    def stop(self) -> None:
-        """Make the chunk under way end between two layers, and the run with it."""
-        self._stop.set()
+    def stop(self, because: ServiceError | None = None) -> None:
+        """Make the chunk under way end between two layers, and the run with `because`."""
+        if not self._stop.is_set():
+            self._stopped_by = because or _CANCELLED
+            self._stop.set()
 
-    async def compute_kv(self, turns: ChunkTurns, chunk_tokens: int, on_commit: OnCommit) -> None:
+    async def compute_kv(self, turns: ChunkTurns) -> None:
         """Compute and commit everything that is missing, without logits."""
-        await self._compute(turns, chunk_tokens, on_commit, wants_logits=False)
+        await self._compute(turns, wants_logits=False)
 
-    async def compute(self, turns: ChunkTurns, chunk_tokens: int, on_commit: OnCommit) -> Logits:
+    async def compute(self, turns: ChunkTurns) -> Logits:
         """Compute and commit everything that is missing; the logits after the last position.
 
         Raises ServiceError: CANCELLED after `stop`, PAGES_EXHAUSTED, or what the store refused.
         """
-        logits = await self._compute(turns, chunk_tokens, on_commit, wants_logits=True)
+        logits = await self._compute(turns, wants_logits=True)
         if logits is None:
             async with turns.turn():
                 logits = await self._run_job(self._recompute_last)
@@ -107,29 +115,26 @@ class PromptRun:
         return await self._parts.store.seal(
             self.log,
             digest,
-            self._rights.capability,
+            self._terms.capability,
             first_token=None if first is None else first.sampled,
             finish_reason=None if first is None else first.finish_reason,
         )
 
-    async def _compute(
-        self, turns: ChunkTurns, chunk_tokens: int, on_commit: OnCommit, *, wants_logits: bool
-    ) -> Logits | None:
+    async def _compute(self, turns: ChunkTurns, *, wants_logits: bool) -> Logits | None:
         await self._require_pages()
         first = self._view.head.committed_position
+        block_tokens = self._parts.geometry.block_tokens
         logits: Logits | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 committing: asyncio.Task[None] | None = None
-                for chunk in plan_chunks(
-                    first, self._end, chunk_tokens, self._parts.geometry.block_tokens
-                ):
+                for chunk in plan_chunks(first, self._end, self._terms.chunk_tokens, block_tokens):
                     has_logits = wants_logits and chunk.is_last
                     async with turns.turn():
                         logits = await self._run_job(self._job(chunk, has_logits=has_logits))
                     if committing is not None:
                         await committing
-                    committing = group.create_task(self._commit(chunk, on_commit))
+                    committing = group.create_task(self._commit(chunk))
         except* ServiceError as failures:
             raise first_failure(failures) from None
         return logits
@@ -138,7 +143,7 @@ class PromptRun:
         missing = self.table.missing_pages(0, self._end)
         if missing:
             pages = await self._parts.store.grant(
-                self.log.log_id, self.log.generation, missing, f"{self._rights.request_id}-prompt"
+                self.log.log_id, self.log.generation, missing, f"{self._terms.request_id}-prompt"
             )
             self.table.grant(pages)
         self.table.require(self._end)
@@ -161,31 +166,29 @@ class PromptRun:
         try:
             result = await self._parts.compute.run(job, on_cancel=self._stop.set)
         except ComputeCancelled:
-            raise ServiceError(
-                Reason.CANCELLED, "the prompt was cancelled while it was computed"
-            ) from None
+            raise self._stopped_by from None
         finally:
             self.times.compute_s += time.monotonic() - started_s
             self._parts.progress.worked()
         if self._stop.is_set():
-            raise ServiceError(Reason.CANCELLED, "the prompt was cancelled between two chunks")
+            raise self._stopped_by
         return result
 
     def _should_stop(self) -> bool:
         self._parts.progress.worked()
         return self._stop.is_set()
 
-    async def _commit(self, chunk: Chunk, on_commit: OnCommit) -> None:
+    async def _commit(self, chunk: Chunk) -> None:
         started_s = time.monotonic()
         rows = await self._parts.packing.run(
             lambda: commit_rows(self._parts.arena, self.table, chunk.first, chunk.end)
         )
         await self._parts.store.commit_checkpoint(
-            self.log, (chunk.first, chunk.end), rows, self._rights.capability
+            self.log, (chunk.first, chunk.end), rows, self._terms.capability
         )
         self._chunks.append(chunk_pages(rows, chunk.first, self._parts.geometry.block_tokens))
         self.times.pack_s += time.monotonic() - started_s
-        await on_commit(chunk)
+        await self._terms.on_commit(chunk)
 
     def _recompute_last(self) -> Logits:
         """Logits of a prompt whose KV is complete already: an earlier writer died before its seal.

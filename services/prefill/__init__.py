@@ -1,0 +1,1 @@
+"""The prefill worker: runs prompts in chunks and commits their KV."""

@@ -1,0 +1,263 @@
+"""One run: from an opened log to a sealed one.
+
+Owns the checks before work is queued, the order replay, compute, first token, seal, and what is
+measured. Never talks protobuf (the servicer does), never fences a log (its gateway does): a run
+that fails stops writing, frees its place and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from baton.arena.client import HeldLog
+from baton.arena.replay import LogView
+from baton.clock import Clock
+from baton.errors import Reason, ServiceError
+from baton.kv.label import PairLabel, require_match
+from baton.worker.chunker import Chunk
+from baton.worker.engine import WorkerParts
+from baton.worker.output import OutputState, OutputToken
+from baton.worker.prompt_run import OnCommit, PromptRun, RunTerms
+from services.prefill.measures import PrefillMeasures
+from services.prefill.turns import PromptTurns, Turns
+
+_log = structlog.stdlib.get_logger("baton.prefill")
+
+RATE_WEIGHT = 0.3
+"""How much the newest prompt counts in the measured token rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOrder:
+    """What a gateway asks for. `label` None: it did not say."""
+
+    request_id: str
+    log: HeldLog
+    capability: str
+    label: PairLabel | None
+    kv_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedRun:
+    """How a run ended well; `first_token` is None for KV only. Seconds of its stages."""
+
+    first_token: OutputToken | None
+    prompt_tokens: int
+    cached_tokens: int
+    exactness: str
+    queue_wait_s: float
+    compute_s: float
+    pack_s: float
+
+
+class WaitingTurns:
+    """A prompt's turns that also tell how long the first one was waited for."""
+
+    def __init__(self, turns: PromptTurns, entered_s: float, clock: Clock) -> None:
+        self._turns = turns
+        self._entered_s = entered_s
+        self._clock = clock
+        self._first_s: float | None = None
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Seconds from admission to the first turn; 0 when none was needed."""
+        return 0.0 if self._first_s is None else self._first_s - self._entered_s
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """See `PromptTurns.turn`."""
+        async with self._turns.turn():
+            if self._first_s is None:
+                self._first_s = self._clock.monotonic_s()
+            yield
+
+
+class Pipeline:
+    """All runs of one worker."""
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        turns: Turns,
+        measures: PrefillMeasures,
+        clock: Clock,
+        chunk_tokens: int,
+    ) -> None:
+        self._parts = parts
+        self._turns = turns
+        self._measures = measures
+        self._clock = clock
+        self._chunk_tokens = chunk_tokens
+        self._runs: dict[str, PromptRun] = {}
+        self._is_draining = False
+        self._token_rate = 0.0
+        measures.pending_requests.follow(lambda: float(len(turns.scheduler)))
+        measures.pending_tokens.follow(lambda: float(turns.scheduler.pending_tokens))
+
+    @property
+    def token_rate(self) -> float:
+        """Measured prompt tokens per second of computation; 0 before the first prompt."""
+        return self._token_rate
+
+    @property
+    def is_draining(self) -> bool:
+        """No new runs are taken."""
+        return self._is_draining
+
+    @property
+    def running(self) -> int:
+        """Runs admitted and not ended."""
+        return len(self._turns.scheduler)
+
+    async def run(self, order: RunOrder, on_commit: OnCommit) -> SealedRun:
+        """Compute, commit and seal; `on_commit` is awaited after each committed chunk.
+
+        Raises ServiceError: what was refused or failed. The caller's cancellation stops the
+        computation between two layers first.
+        """
+        try:
+            sealed = await self._admitted(order, on_commit)
+        except ServiceError as error:
+            self._measures.failures.add(reason=error.reason.value)
+            raise
+        except asyncio.CancelledError:
+            self._measures.failures.add(reason=Reason.CANCELLED.value)
+            raise
+        self._measures.sealed.add()
+        return sealed
+
+    def cancel(self, request_id: str, because: ServiceError | None = None) -> bool:
+        """Stop a run, also one that waits for its turn; False when there is none."""
+        run = self._runs.get(request_id)
+        if run is None:
+            return False
+        error = because or ServiceError(Reason.CANCELLED, "the request was cancelled")
+        run.stop(error)
+        self._turns.refuse(request_id, error)
+        return True
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new runs; the number that still ran when the wait ended."""
+        self._is_draining = True
+        await self._turns.wait_empty(timeout_s)
+        return self.running
+
+    async def _admitted(self, order: RunOrder, on_commit: OnCommit) -> SealedRun:
+        if self._is_draining:
+            raise ServiceError(
+                Reason.DRAINING, f"{self._parts.worker_id} takes no new prompts", retry_after_s=1.0
+            )
+        if order.label is not None:
+            require_match(self._parts.label, order.label)
+        entered_s = self._clock.monotonic_s()
+        with self._turns.entered(order.request_id, token_rate=self._token_rate) as turns:
+            view = await self._parts.store.replay(
+                order.log.log_id,
+                order.capability,
+                self._parts.geometry.block_tokens,
+                generation=order.log.generation,
+            )
+            self._check(view)
+            run = PromptRun(self._parts, view, self._terms(order, view, on_commit))
+            self._turns.scheduler.set_tokens(order.request_id, run.missing_tokens)
+            self._runs[order.request_id] = run
+            try:
+                with self._parts.held.holding(run.log, lambda: self._lost(order.request_id)):
+                    waited = WaitingTurns(turns, entered_s, self._clock)
+                    return await self._sealed(order, view, run, waited)
+            finally:
+                del self._runs[order.request_id]
+
+    async def _sealed(
+        self, order: RunOrder, view: LogView, run: PromptRun, turns: WaitingTurns
+    ) -> SealedRun:
+        first: OutputToken | None = None
+        if order.kv_only:
+            await run.compute_kv(turns)
+        else:
+            state = OutputState(
+                view.prompt_ids, view.head.sampling, self._parts.rule, self._parts.tokenizer
+            )
+            logits = await run.compute(turns)
+            first = await self._parts.compute.run(lambda: state.choose(logits))
+        await run.seal(first)
+        return self._measured(view, run, first, turns.queue_wait_s)
+
+    def _terms(self, order: RunOrder, view: LogView, on_commit: OnCommit) -> RunTerms:
+        async def committed(chunk: Chunk) -> None:
+            self._measures.computed_tokens.add(chunk.tokens)
+            self._measures.kv_bytes.add(chunk.tokens * self._parts.geometry.token_bytes)
+            left = view.head.prompt_tokens - chunk.end
+            self._turns.scheduler.set_tokens(order.request_id, left)
+            await on_commit(chunk)
+
+        return RunTerms(
+            request_id=order.request_id,
+            capability=order.capability,
+            chunk_tokens=self._chunk_tokens,
+            on_commit=committed,
+        )
+
+    def _measured(
+        self, view: LogView, run: PromptRun, first: OutputToken | None, queue_wait_s: float
+    ) -> SealedRun:
+        times, head = run.times, view.head
+        self._measures.queue_seconds.observe(queue_wait_s)
+        self._measures.compute_seconds.observe(times.compute_s)
+        self._measures.pack_seconds.observe(times.pack_s)
+        self._measures.hit_tokens.add(head.cached_tokens)
+        if times.compute_s > 0.0 and run.missing_tokens:
+            rate = run.missing_tokens / times.compute_s
+            old = self._token_rate or rate
+            self._token_rate = old + RATE_WEIGHT * (rate - old)
+        return SealedRun(
+            first_token=first,
+            prompt_tokens=head.prompt_tokens,
+            cached_tokens=head.cached_tokens,
+            exactness=self._parts.exactness(head.base_numeric_class),
+            queue_wait_s=queue_wait_s,
+            compute_s=times.compute_s,
+            pack_s=times.pack_s,
+        )
+
+    def _check(self, view: LogView) -> None:
+        head = view.head
+        if head.is_sealed:
+            raise ServiceError(
+                Reason.ALREADY_EXISTS, "this log's prefill is complete; hand it to a decode worker"
+            )
+        if head.writer_worker_id not in (None, self._parts.worker_id):
+            raise ServiceError(
+                Reason.PERMISSION_DENIED,
+                f"the log was opened for {head.writer_worker_id}, not for {self._parts.worker_id}",
+                field="log_id",
+            )
+        if head.prompt_tokens > self._parts.context_max:
+            raise ServiceError(
+                Reason.PROMPT_TOO_LONG,
+                f"the prompt has {head.prompt_tokens} tokens; this worker holds at most "
+                f"{self._parts.context_max}",
+                field="prompt",
+            )
+        if max(view.prompt_ids) >= self._parts.vocabulary:
+            raise ServiceError(
+                Reason.INVALID_REQUEST,
+                f"the prompt names a token id beyond the vocabulary of {self._parts.vocabulary}",
+                field="prompt_token_ids",
+            )
+
+    def _lost(self, request_id: str) -> None:
+        _log.warning("log_lost", request_id=request_id)
+        self.cancel(
+            request_id,
+            ServiceError(
+                Reason.STALE_GENERATION, "the kvstore gave this log to another owner; stop for good"
+            ),
+        )
