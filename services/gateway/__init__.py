@@ -1,0 +1,1 @@
+"""The gateway: the one door for applications. Never imports torch."""

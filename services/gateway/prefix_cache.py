@@ -1,0 +1,146 @@
+"""What published prefixes the stores offer, kept by list version, and the splice of one.
+
+Owns the cached lists and the way from a match to a manifest: the merger first, the same pure
+function when no merger answers in time. Never decides what matches (that is `prefixes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from baton.api.kvstore.v1 import kvstore_pb2
+from baton.clock import Clock
+from baton.errors import Reason, ServiceError
+from baton.kv.manifest import Manifest
+from baton.kv.splice import splice
+from baton.wire.durations import timestamp_from_proto
+from baton.wire.segments import segment_from_proto
+from services.gateway.clients import CONTROL_TIMEOUT_S, MergerClient, StoreClient
+from services.gateway.hub import WorkerHub
+from services.gateway.legs import CapabilityMint
+from services.gateway.prefixes import PrefixMatch, PublishedPrefix
+from services.gateway.registry import WorkerRole
+
+_log = structlog.stdlib.get_logger("baton.gateway.prefix_cache")
+
+FRESH_S: Final = 0.5
+"""How long a list is believed without asking for its version again."""
+
+LIST_CAPABILITY_TTL_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class _List:
+    version: int
+    checked_s: float
+    prefixes: tuple[PublishedPrefix, ...]
+
+
+class PrefixCache:
+    """Prefix lists by store address."""
+
+    def __init__(
+        self,
+        stores: StoreClient,
+        mergers: MergerClient,
+        hub: WorkerHub,
+        *,
+        mint: CapabilityMint,
+        clock: Clock,
+    ) -> None:
+        self._stores = stores
+        self._mergers = mergers
+        self._hub = hub
+        self._mint = mint
+        self._clock = clock
+        self._lists: dict[str, _List] = {}
+
+    def addresses(self) -> tuple[str, ...]:
+        """The stores that routable workers are attached to."""
+        found = {
+            record.kvstore_address
+            for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+            for record in self._hub.routable(role)
+        }
+        return tuple(sorted(found - {""}))
+
+    async def at(self, address: str) -> tuple[PublishedPrefix, ...]:
+        """The prefixes of one store; what was last known when it does not answer."""
+        known = self._lists.get(address)
+        if known is not None and self._clock.monotonic_s() - known.checked_s < FRESH_S:
+            return known.prefixes
+        try:
+            return await self._refreshed(address, known)
+        except ServiceError as error:
+            _log.warning("prefix_list_failed", reason=error.reason.value)
+            return () if known is None else known.prefixes
+
+    async def fresh(self, address: str) -> tuple[PublishedPrefix, ...]:
+        """The prefixes of one store as it has them now; raises what the store raises."""
+        return await self._refreshed(address, self._lists.get(address))
+
+    def forget(self, address: str) -> None:
+        """The list changed by our own doing: ask again."""
+        self._lists.pop(address, None)
+
+    async def _refreshed(self, address: str, known: _List | None) -> tuple[PublishedPrefix, ...]:
+        capability = self._mint.mint_own(ttl_s=LIST_CAPABILITY_TTL_S, request_id="prefix-list")
+        message = kvstore_pb2.ListPrefixesRequest(
+            capability=capability, known_version=0 if known is None else known.version
+        )
+        answer = await self._stores.stub(address).ListPrefixes(message, timeout=CONTROL_TIMEOUT_S)
+        now_s = self._clock.monotonic_s()
+        if answer.unchanged and known is not None:
+            known.checked_s = now_s
+            return known.prefixes
+        prefixes = tuple(prefix_from_proto(one, address) for one in answer.prefixes)
+        self._lists[address] = _List(answer.version, now_s, prefixes)
+        return prefixes
+
+    async def manifest(self, match: PrefixMatch, request_id: str) -> Manifest:
+        """The manifest that starts a history with the matched prefix."""
+        segment = match.prefix.segment
+        hashes = [(match.text_hash, match.ids_hash)]
+        for merger in self._hub.routable(WorkerRole.MERGER):
+            try:
+                return await self._mergers.splice(merger.address, request_id, [segment], hashes)
+            except ServiceError as error:
+                if error.reason not in _MERGER_GONE:
+                    raise
+                _log.warning("merger_failed", merger=merger.worker_id, reason=error.reason.value)
+        return splice([segment])
+
+
+_MERGER_GONE: Final = frozenset(
+    {
+        Reason.WORKER_LOST,
+        Reason.DRAINING,
+        Reason.QUEUE_FULL,
+        Reason.DEADLINE_EXCEEDED,
+        Reason.CANCELLED,
+        Reason.INTERNAL,
+    }
+)
+
+
+def prefix_from_proto(message: kvstore_pb2.PublishedPrefix, address: str) -> PublishedPrefix:
+    """A listed prefix."""
+    return PublishedPrefix(
+        prefix_id=message.prefix_id,
+        name=message.name,
+        segment=segment_from_proto(message.segment),
+        text_bytes=message.text_bytes,
+        template_digest=message.template_digest,
+        owner_tenant=message.owner_tenant,
+        tenants=tuple(message.tenants),
+        model=message.model,
+        create_wall_s=timestamp_from_proto(message.create_time),
+        expire_wall_s=(
+            timestamp_from_proto(message.expire_time) if message.HasField("expire_time") else None
+        ),
+        hits=message.hits,
+        kvstore_address=address,
+    )

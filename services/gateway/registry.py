@@ -1,0 +1,184 @@
+"""What this gateway believes about workers, from their own heartbeats alone.
+
+Owns worker records, silence and incarnations. Pure: time is passed in, nothing is sent.
+
+Invariants: one record per worker id; a record of a retired incarnation never comes back; a worker
+is routable only while it is heard, ready, not draining and making progress.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum, unique
+from typing import Final
+
+from baton.kv.label import PairLabel
+
+DEAD_AFTER_S: Final = 1.5
+"""Silence after which a worker gets no new work and its streams count as lost."""
+
+LEASE_S: Final = 3.0
+"""Silence after which its record is dropped."""
+
+STUCK_AFTER_S: Final = 60.0
+"""Time without progress, heartbeats or not, after which a worker gets no new work."""
+
+RETIRED_MAX: Final = 8
+WORKERS_MAX: Final = 4096
+
+
+@unique
+class WorkerRole(StrEnum):
+    """What a process does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    KVSTORE = "kvstore"
+    MERGER = "merger"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """What the router weighs; rates are None before the first measurement."""
+
+    active: int = 0
+    queued: int = 0
+    queued_tokens: int = 0
+    active_max: int = 0
+    token_rate: float | None = None
+    pages_free: int = 0
+    pages_total: int = 0
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """A worker's own full record. `label` is None for mergers; `label_bytes` is its wire form."""
+
+    worker_id: str
+    role: WorkerRole
+    incarnation: int
+    node_id: str
+    address: str
+    kvstore_address: str
+    model: str
+    label: PairLabel | None = None
+    label_bytes: bytes = b""
+    version: str = ""
+    is_draining: bool = False
+    is_ready: bool = False
+    progress: int = 0
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    metrics_address: str = ""
+    is_degraded: bool = False
+    context_max: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    record: WorkerRecord
+    heard_s: float
+    progressed_s: float
+    retired: deque[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A worker as this gateway sees it; `reason` is None when it gets new work."""
+
+    record: WorkerRecord
+    silence_s: float
+    reason: str | None
+
+
+class Registry:
+    """Worker records by id."""
+
+    def __init__(self, *, dead_after_s: float = DEAD_AFTER_S, lease_s: float = LEASE_S) -> None:
+        assert 0.0 < dead_after_s <= lease_s
+        self._dead_after_s = dead_after_s
+        self._lease_s = lease_s
+        self._entries: dict[str, _Entry] = {}
+
+    @property
+    def dead_after_s(self) -> float:
+        """Silence after which a worker counts as dead."""
+        return self._dead_after_s
+
+    def observe(self, record: WorkerRecord, now_s: float) -> bool:
+        """Take a heartbeat. False when it was ignored: an old incarnation, or the table is full."""
+        entry = self._entries.get(record.worker_id)
+        if entry is None:
+            if len(self._entries) >= WORKERS_MAX:
+                return False
+            retired: deque[int] = deque(maxlen=RETIRED_MAX)
+            self._entries[record.worker_id] = _Entry(record, now_s, now_s, retired)
+            return True
+        if record.incarnation in entry.retired:
+            return False
+        if record.incarnation != entry.record.incarnation:
+            entry.retired.append(entry.record.incarnation)
+            entry.progressed_s = now_s
+        elif record.progress != entry.record.progress:
+            entry.progressed_s = now_s
+        entry.record, entry.heard_s = record, now_s
+        return True
+
+    def expire(self, now_s: float) -> tuple[WorkerRecord, ...]:
+        """Drop and return the workers that were silent for a lease."""
+        gone = [
+            entry.record
+            for entry in self._entries.values()
+            if now_s - entry.heard_s > self._lease_s
+        ]
+        for record in gone:
+            del self._entries[record.worker_id]
+        return tuple(gone)
+
+    def get(self, worker_id: str) -> WorkerRecord | None:
+        """The last record of a worker, heard lately or not."""
+        entry = self._entries.get(worker_id)
+        return None if entry is None else entry.record
+
+    def is_alive(self, worker_id: str, incarnation: int, now_s: float) -> bool:
+        """Whether exactly this run of the worker was heard within the silence limit."""
+        entry = self._entries.get(worker_id)
+        return (
+            entry is not None
+            and entry.record.incarnation == incarnation
+            and now_s - entry.heard_s <= self._dead_after_s
+        )
+
+    def statuses(self, now_s: float) -> tuple[WorkerStatus, ...]:
+        """Every known worker, ordered by id."""
+        return tuple(
+            WorkerStatus(
+                record=entry.record,
+                silence_s=max(0.0, now_s - entry.heard_s),
+                reason=self._unroutable(entry, now_s),
+            )
+            for _, entry in sorted(self._entries.items())
+        )
+
+    def routable(self, role: WorkerRole, now_s: float) -> tuple[WorkerRecord, ...]:
+        """Workers of a role that get new work, ordered by id."""
+        return tuple(self._routable(role, now_s))
+
+    def _routable(self, role: WorkerRole, now_s: float) -> Iterator[WorkerRecord]:
+        for _, entry in sorted(self._entries.items()):
+            if entry.record.role is role and self._unroutable(entry, now_s) is None:
+                yield entry.record
+
+    def _unroutable(self, entry: _Entry, now_s: float) -> str | None:
+        silence_s = now_s - entry.heard_s
+        if silence_s > self._dead_after_s:
+            return f"silent for {silence_s:.1f} s"
+        if entry.record.is_draining:
+            return "draining"
+        if not entry.record.is_ready:
+            return "not ready"
+        if now_s - entry.progressed_s > STUCK_AFTER_S:
+            return "no progress"
+        return None

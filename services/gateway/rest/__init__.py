@@ -1,0 +1,1 @@
+"""The OpenAI-shaped HTTP surface of the gateway."""

@@ -1,0 +1,517 @@
+"""The life of one sequence: open, prefill, hand-off, tokens, end; and what if a leg fails.
+
+Owns the order of calls and the recovery rules: a prefill that fails before its seal is tried once
+more with a new log, a decode worker that is lost after it is replaced once at the next token. What
+was sent to the client is never sent again. Cleaning up after an early end is handed to `cleanup`.
+
+Invariant: deltas leave with consecutive indexes from 0, each once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import structlog
+
+from baton.capability import Right
+from baton.clock import WaitingClock
+from baton.errors import Reason, ServiceError
+from baton.ids import new_log_id
+from baton.kv.manifest import Manifest
+from services.gateway.cleanup import Cleanup
+from services.gateway.clients import DecodeClient, Opened, PrefillClient, Sealed, StoreClient
+from services.gateway.decode_streams import DecodeStreams, StartCommand
+from services.gateway.events import (
+    Admitted,
+    Completed,
+    Event,
+    Exactness,
+    FinishReason,
+    FirstToken,
+    KvSource,
+    ServingMode,
+    TokenDelta,
+    TokenUsage,
+)
+from services.gateway.inbox import Failed, Inbox, Lost, Started, Token
+from services.gateway.legs import (
+    CONTROL_RIGHTS,
+    DECODE_RIGHTS,
+    PREFILL_RIGHTS,
+    CapabilityMint,
+    Leg,
+    Plan,
+)
+from services.gateway.planner import Planner, PlanRequest
+from services.gateway.prefix_cache import PrefixCache
+from services.gateway.prefixes import PrefixMatch, PrefixQuery, match_prefix
+from services.gateway.registry import WorkerRecord
+from services.gateway.request import CacheMode, SequenceRequest
+
+_log = structlog.stdlib.get_logger("baton.gateway.sequence")
+
+ATTEMPTS_MAX: Final = 2
+RESUMES_MAX: Final = 1
+RESUME_WAIT_S: Final = 4.0
+"""How long a broken stream waits for a decode worker; with detection it stays under 5 s."""
+
+Emit = Callable[[Event], Awaitable[None]]
+
+_ELSEWHERE: Final = frozenset(
+    {
+        Reason.WORKER_LOST,
+        Reason.DRAINING,
+        Reason.QUEUE_FULL,
+        Reason.NO_WORKER,
+        Reason.TRANSFER_TIMEOUT,
+        Reason.CHECKSUM_MISMATCH,
+        Reason.COMPAT_MISMATCH,
+        Reason.TOKENIZER_MISMATCH,
+        Reason.LEASE_EXPIRED,
+        Reason.STALE_GENERATION,
+        Reason.INTERNAL,
+        Reason.LOG_CORRUPT,
+    }
+)
+"""A fault of this attempt, not of the request: another worker may do better."""
+
+_PREFIX_GONE: Final = frozenset(
+    {
+        Reason.PREFIX_NOT_FOUND,
+        Reason.LOG_NOT_FOUND,
+        Reason.NOT_FOUND,
+        Reason.PERMISSION_DENIED,
+        Reason.CHECKSUM_MISMATCH,
+        Reason.STALE_GENERATION,
+        Reason.COMPAT_MISMATCH,
+    }
+)
+"""A published prefix that cannot be used after all: go on without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceParts:
+    """What every sequence of a gateway uses."""
+
+    planner: Planner
+    stores: StoreClient
+    prefills: PrefillClient
+    decodes: DecodeClient
+    streams: DecodeStreams
+    prefixes: PrefixCache
+    mint: CapabilityMint
+    cleanup: Cleanup
+    clock: WaitingClock
+    template_digest: bytes
+    until_decode: Callable[
+        [Callable[[], WorkerRecord | None], float], Awaitable[WorkerRecord | None]
+    ]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What was learned on the way; ends up in `Completed`."""
+
+    delivered: int = 0
+    first_token_s: float | None = None
+    exactness: Exactness = Exactness.EQUIVALENT
+    usage: TokenUsage | None = None
+    resumes: int = 0
+    is_recomputed: bool = False
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+class Sequence:
+    """Runs one request; `emit` gets Admitted, FirstToken, TokenDelta..., Completed."""
+
+    def __init__(self, parts: SequenceParts, request: SequenceRequest, emit: Emit) -> None:
+        self._parts = parts
+        self._request = request
+        self._emit = emit
+        self._progress = _Progress()
+        self._opens = 0
+
+    async def run(self) -> None:
+        """To the end of the answer; raises ServiceError when there is no (more) answer."""
+        left_s = self._request.deadline_s - self._parts.clock.monotonic_s()
+        bound = asyncio.timeout(max(left_s, 0.0))
+        try:
+            async with bound:
+                await self._attempts()
+        except TimeoutError as error:
+            if not bound.expired():
+                raise
+            raise ServiceError(
+                Reason.DEADLINE_EXCEEDED,
+                "the request's deadline passed; ask for fewer tokens or allow more time",
+            ) from error
+
+    async def _attempts(self) -> None:
+        excluded: set[str] = set()
+        is_local_only = False
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            is_last = attempt == ATTEMPTS_MAX
+            plan = self._parts.planner.plan(
+                PlanRequest(
+                    prompt_tokens=len(self._request.prompt.token_ids),
+                    excluded=excluded,
+                    is_local_only=is_local_only,
+                )
+            )
+            try:
+                await self._attempt(plan)
+                return
+            except ServiceError as error:
+                if is_last or self._progress.delivered or error.reason not in _ELSEWHERE:
+                    raise
+                excluded, is_local_only = self._after_failure(plan, error)
+                self._progress.is_recomputed = error.reason is not Reason.QUEUE_FULL
+
+    def _after_failure(self, plan: Plan, error: ServiceError) -> tuple[set[str], bool]:
+        """Whom the next attempt leaves out: the worker at fault, where another can do its part."""
+        _log.warning(
+            "attempt_failed",
+            request_id=self._request.request_id,
+            writer=plan.writer.worker_id,
+            decode=plan.decode.worker_id,
+            reason=error.reason.value,
+        )
+        culprit = error.metadata.get("worker", plan.writer.worker_id)
+        for is_local_only in (False, True):
+            probe = PlanRequest(
+                prompt_tokens=len(self._request.prompt.token_ids),
+                excluded={culprit},
+                is_local_only=is_local_only,
+            )
+            try:
+                self._parts.planner.plan(probe)
+            except ServiceError:
+                continue
+            return {culprit}, is_local_only
+        # Nobody else: the same worker may have been restarted meanwhile.
+        return set(), False
+
+    async def _attempt(self, plan: Plan) -> None:
+        """One log from Open to its end; an early end fences it."""
+        leg = await self._opened(plan)
+        is_complete = False
+        try:
+            await self._announce(leg)
+            if plan.prefill is None:
+                await self._decode(leg, next_index=0)
+            else:
+                await self._remote(leg)
+            is_complete = True
+        finally:
+            self._parts.cleanup.end(leg, is_complete=is_complete)
+
+    async def _announce(self, leg: Leg) -> None:
+        if self._progress.is_recomputed:
+            return
+        plan = leg.plan
+        await self._emit(
+            Admitted(
+                request_id=self._request.request_id,
+                log_id=leg.log_id,
+                prompt_tokens=len(self._request.prompt.token_ids),
+                prefill_worker_id=None if plan.prefill is None else plan.prefill.worker_id,
+                decode_worker_id=plan.decode.worker_id,
+                mode=self._mode(leg),
+            )
+        )
+
+    # --- opening -----------------------------------------------------------------------------
+
+    async def _opened(self, plan: Plan) -> Leg:
+        """A log of this attempt; without the published prefix if that cannot be used."""
+        match = await self._prefix(plan)
+        try:
+            return await self._open(plan, match)
+        except ServiceError as error:
+            if match is None or error.reason not in _PREFIX_GONE:
+                raise
+            _log.warning("prefix_not_usable", reason=error.reason.value)
+            self._parts.prefixes.forget(plan.kvstore_address)
+            return await self._open(plan, None)
+
+    async def _open(self, plan: Plan, match: PrefixMatch | None) -> Leg:
+        """Open a log and reserve the decode slot, together; neither is left if the other fails."""
+        request, log_id = self._next_wire_request(), new_log_id()
+        control = self._capability(log_id, CONTROL_RIGHTS)
+        base: Manifest | None = None
+        if match is not None:
+            base = await self._parts.prefixes.manifest(match, request.request_id)
+        leg = Leg(request=request, plan=plan, log_id=log_id, control=control)
+        opened: Opened | None = None
+        is_reserved = False
+        try:
+            async with _Unwrapped(), asyncio.TaskGroup() as group:
+                opening = group.create_task(self._parts.stores.open(leg, base=base))
+                if plan.prefill is not None:
+                    group.create_task(self._parts.decodes.prepare(plan.decode, request))
+            opened, is_reserved = opening.result(), True
+        finally:
+            if not is_reserved:
+                self._parts.cleanup.end(leg, is_complete=False)
+        leg.generation = opened.generation
+        leg.cached_tokens = opened.cached_tokens
+        leg.prefix_id = opened.prefix_id or (None if match is None else match.prefix.prefix_id)
+        return leg
+
+    def _next_wire_request(self) -> SequenceRequest:
+        """The request under an id of its own for each log: stores tell a retry by it."""
+        self._opens += 1
+        if self._opens == 1:
+            return self._request
+        return replace(self._request, request_id=f"{self._request.request_id}.{self._opens}")
+
+    async def _prefix(self, plan: Plan) -> PrefixMatch | None:
+        """The published prefix that the prompt begins with."""
+        label = plan.writer.label
+        if self._request.cache_mode is CacheMode.OFF or label is None:
+            return None
+        offered = await self._parts.prefixes.at(plan.kvstore_address)
+        return match_prefix(
+            offered,
+            PrefixQuery(
+                prompt=self._request.prompt,
+                tenant=self._request.tenant.name,
+                template_digest=self._parts.template_digest,
+                kv_digest=label.kv_digest(),
+                kvstore_address=plan.kvstore_address,
+                now_wall_s=self._parts.clock.wall_s(),
+            ),
+        )
+
+    def _capability(self, log_id: bytes, rights: frozenset[Right]) -> str:
+        return self._parts.mint.mint(
+            self._request.tenant,
+            rights,
+            ttl_s=max(self._left_s(), 1.0),
+            request_id=self._request.request_id,
+            log_id=log_id,
+        )
+
+    def _left_s(self) -> float:
+        return self._request.deadline_s - self._parts.clock.monotonic_s()
+
+    # --- prefill -----------------------------------------------------------------------------
+
+    async def _remote(self, leg: Leg) -> None:
+        """Prefill apart, then hand the sealed log to the decode worker."""
+        leg.is_running = True
+        sealed = await self._parts.prefills.run(
+            leg,
+            self._capability(leg.log_id, PREFILL_RIGHTS),
+            timeout_s=max(self._left_s(), 0.001),
+        )
+        leg.is_running, leg.is_sealed = False, True
+        self._progress.exactness = sealed.exactness
+        self._progress.stages |= _prefill_stages(sealed)
+        leg.cached_tokens = sealed.usage.cached_tokens
+        if sealed.first is None:
+            raise ServiceError(Reason.INTERNAL, "the prefill worker sealed without a first token")
+        if sealed.first.finish is not None:
+            self._progress.usage = sealed.usage
+        await self._deliver(leg, sealed.first)
+        if sealed.first.finish is not None:
+            await self._complete(leg, sealed.first.finish)
+            return
+        await self._decode(leg, next_index=1)
+
+    # --- decode ------------------------------------------------------------------------------
+
+    async def _decode(self, leg: Leg, next_index: int) -> None:
+        """Tokens from `next_index` to the last, over one lost worker."""
+        worker = leg.plan.decode
+        while True:
+            stream = self._parts.streams.to(worker)
+            inbox = stream.start(self._start(leg, next_index))
+            leg.is_running = True
+            try:
+                lost = await self._consume(leg, inbox)
+            finally:
+                if not inbox.is_closed:
+                    stream.stop(leg.request.request_id)
+                stream.forget(leg.request.request_id)
+            leg.is_running = False
+            if lost is None:
+                return
+            worker = await self._replacement(leg, worker, lost)
+            next_index = self._progress.delivered
+
+    def _start(self, leg: Leg, next_index: int) -> StartCommand:
+        return StartCommand(
+            request_id=leg.request.request_id,
+            log_id=leg.log_id,
+            generation=leg.generation,
+            capability=self._capability(leg.log_id, DECODE_RIGHTS),
+            next_index=next_index,
+            is_local_prefill=not leg.is_sealed,
+            deadline_in_s=max(self._left_s(), 0.001),
+            traceparent=self._request.traceparent,
+        )
+
+    async def _consume(self, leg: Leg, inbox: Inbox) -> ServiceError | None:
+        """Deliver events to the last token (None), or to the loss of the worker (its error)."""
+        while True:
+            match await inbox.get():
+                case Started() as started:
+                    self._note_start(leg, started)
+                case Token() as token:
+                    leg.is_sealed = True
+                    if token.usage is not None:
+                        self._progress.usage = token.usage
+                        leg.cached_tokens = token.usage.cached_tokens
+                    await self._deliver(leg, token.delta)
+                    if token.delta.finish is not None:
+                        await self._complete(leg, token.delta.finish)
+                        return None
+                case Lost() as lost:
+                    return ServiceError(
+                        Reason.WORKER_LOST,
+                        f"{lost.why}; the answer could not be continued elsewhere",
+                        metadata={"worker": leg.plan.decode.worker_id},
+                        retry_after_s=1.0,
+                    )
+                case Failed() as failed:
+                    if failed.error.reason in (Reason.WORKER_LOST, Reason.DRAINING):
+                        return failed.error
+                    raise failed.error
+
+    def _note_start(self, leg: Leg, started: Started) -> None:
+        leg.generation = max(leg.generation, started.generation)
+        self._progress.stages.setdefault("kv_transfer", started.kv_transfer_s)
+        if started.prefill_compute_s is not None:
+            self._progress.stages["prefill_compute"] = started.prefill_compute_s
+        if not leg.is_sealed:
+            self._progress.exactness = started.exactness
+
+    async def _replacement(
+        self, leg: Leg, worker: WorkerRecord, lost: ServiceError
+    ) -> WorkerRecord:
+        """The worker that goes on: another one, or the same after a restart."""
+        if not leg.is_sealed or self._progress.resumes >= RESUMES_MAX:
+            raise lost
+        self._progress.resumes += 1
+        address = leg.plan.kvstore_address
+
+        def find() -> WorkerRecord | None:
+            other = self._parts.planner.decode_for(address, worker, {worker.worker_id})
+            if other is not None:
+                return other
+            same = self._parts.planner.decode_for(address, worker, ())
+            is_new = same is not None and same.incarnation != worker.incarnation
+            return same if is_new else None
+
+        replacement = await self._parts.until_decode(find, RESUME_WAIT_S)
+        if replacement is None:
+            raise lost
+        state = await self._parts.stores.describe(address, leg.log_id, leg.control)
+        leg.generation = state.generation
+        _log.info(
+            "sequence_resumed",
+            request_id=self._request.request_id,
+            lost=worker.worker_id,
+            decode=replacement.worker_id,
+            index=self._progress.delivered,
+        )
+        leg.plan = Plan(decode=replacement, prefill=leg.plan.prefill, decision=leg.plan.decision)
+        return replacement
+
+    # --- delivering --------------------------------------------------------------------------
+
+    async def _deliver(self, leg: Leg, delta: TokenDelta) -> None:
+        """Send one token on, if it is the next; one that was sent before is dropped."""
+        progress = self._progress
+        if delta.index < progress.delivered:
+            return
+        if delta.index > progress.delivered:
+            raise ServiceError(
+                Reason.INTERNAL,
+                f"token {delta.index} came where {progress.delivered} was due; the answer ends here",
+            )
+        if progress.first_token_s is None:
+            progress.first_token_s = self._parts.clock.monotonic_s()
+            await self._emit(
+                FirstToken(
+                    mode=self._mode(leg),
+                    exactness=progress.exactness,
+                    kv_source=self._kv_source(leg),
+                    cached_tokens=leg.cached_tokens,
+                )
+            )
+        progress.delivered += 1
+        await self._emit(delta)
+
+    async def _complete(self, leg: Leg, finish: FinishReason) -> None:
+        progress, now_s = self._progress, self._parts.clock.monotonic_s()
+        if finish in (FinishReason.CANCELLED, FinishReason.ERROR):
+            raise ServiceError(Reason.CANCELLED, f"the worker ended the answer as {finish.value}")
+        assert progress.first_token_s is not None
+        prompt_tokens = len(self._request.prompt.token_ids)
+        usage = TokenUsage(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(leg.cached_tokens, prompt_tokens),
+            completion_tokens=progress.delivered,
+        )
+        elapsed_s = now_s - self._request.received_s
+        ttft_s = progress.first_token_s - self._request.received_s
+        if progress.delivered > 1:
+            progress.stages["per_token_decode"] = (elapsed_s - ttft_s) / (progress.delivered - 1)
+        label, prefill = leg.plan.writer.label, leg.plan.prefill
+        await self._emit(
+            Completed(
+                finish=finish,
+                usage=usage,
+                exactness=progress.exactness,
+                exactness_reason="" if label is None else label.numeric_class.text,
+                kv_source=self._kv_source(leg),
+                mode=self._mode(leg),
+                log_id=leg.log_id,
+                generation=leg.generation,
+                position=prompt_tokens + progress.delivered,
+                kvstore_address=leg.plan.kvstore_address,
+                prefill_worker_id=None if prefill is None else prefill.worker_id,
+                decode_worker_id=leg.plan.decode.worker_id,
+                time_to_first_token_s=ttft_s,
+                elapsed_s=elapsed_s,
+                stage_seconds=dict(progress.stages),
+                prefix_id=leg.prefix_id,
+                resumed=progress.resumes,
+            )
+        )
+
+    def _mode(self, leg: Leg) -> ServingMode:
+        is_apart = leg.plan.prefill is not None
+        return ServingMode.DISAGGREGATED if is_apart else ServingMode.AGGREGATED
+
+    def _kv_source(self, leg: Leg) -> KvSource:
+        if self._progress.is_recomputed:
+            return KvSource.RECOMPUTED
+        return KvSource.REMOTE if leg.plan.prefill is not None else KvSource.LOCAL
+
+
+def _prefill_stages(sealed: Sealed) -> dict[str, float]:
+    return {
+        "request_queue_wait": sealed.queue_wait_s,
+        "prefill_compute": sealed.prefill_compute_s,
+        "kv_pack": sealed.kv_pack_s,
+    }
+
+
+class _Unwrapped:
+    """Raises the first ServiceError of a task group instead of the group."""
+
+    async def __aenter__(self) -> None:
+        """Nothing to set up."""
+
+    async def __aexit__(self, _kind: object, error: object, _traceback: object) -> None:
+        """Unwrap; anything but a service error stays in its group."""
+        if isinstance(error, ExceptionGroup):
+            for inner in error.exceptions:
+                if isinstance(inner, ServiceError):
+                    raise inner from error
