@@ -20,7 +20,7 @@ FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 PATH_LIKE = re.compile(r"\.?[\w.-]+(?:/[\w.-]+)+/?|[\w-]+/")
 GENERATION_OF_TEXT = re.compile(
     r"text[ _-]generation|tokens?[ _-]generation"
-    r"|generation[ _-](?:tokens?|throughput|speed|rate|length|config|loop)|GenerationConfig",
+    r"|generation[ _-](?:tokens?|throughput|speed|rate|length|config|loop)|generationconfig",
     re.IGNORECASE,
 )
 PROTO_ELEMENT = re.compile(
@@ -137,12 +137,16 @@ def unreasoned_ignores(text: str) -> list[int]:
 
 
 def generation_of_text(text: str, allowed: frozenset[str]) -> list[int]:
-    """Lines that use the fencing word for producing text; `allowed` are foreign names."""
+    """Lines that use the fencing word for producing text.
+
+    `allowed` are names that others gave, in lower case.
+    """
     faults = []
     for number, line in enumerate(text.splitlines(), 1):
+        rest = line.lower()
         for name in allowed:
-            line = line.replace(name, "")
-        if GENERATION_OF_TEXT.search(line):
+            rest = rest.replace(name, "")
+        if GENERATION_OF_TEXT.search(rest):
             faults.append(number)
     return faults
 
