@@ -28,6 +28,7 @@ from services.prefill.turns import PromptTurns, Turns
 
 _log = structlog.stdlib.get_logger("baton.prefill")
 
+DRAIN_TIMEOUT_MAX_S = 600.0
 RATE_WEIGHT = 0.3
 """How much the newest prompt counts in the measured token rate."""
 
@@ -143,7 +144,18 @@ class Pipeline:
         self._turns.refuse(request_id, error)
         return True
 
-    async def drain(self, timeout_s: float) -> int:
+    async def start(self) -> None:
+        """A part of the service: runs come by themselves."""
+
+    async def drain(self) -> None:
+        """Take no new runs; returns when none is left."""
+        await self.drain_within(DRAIN_TIMEOUT_MAX_S)
+
+    async def stop(self) -> None:
+        """Runs still under way are cancelled with their calls."""
+        self._is_draining = True
+
+    async def drain_within(self, timeout_s: float) -> int:
         """Take no new runs; the number that still ran when the wait ended."""
         self._is_draining = True
         await self._turns.wait_empty(timeout_s)

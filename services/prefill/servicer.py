@@ -18,9 +18,8 @@ from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.label import label_from_proto
 from baton.worker.chunker import Chunk
 from baton.worker.wire_events import exactness_to_proto, token_to_proto, usage_to_proto
-from services.prefill.pipeline import Pipeline, RunOrder, SealedRun
+from services.prefill.pipeline import DRAIN_TIMEOUT_MAX_S, Pipeline, RunOrder, SealedRun
 
-DRAIN_TIMEOUT_MAX_S: Final = 600.0
 REQUEST_ID_CHARS_MAX: Final = 256
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -62,7 +61,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.DrainResponse:
         """Takes no new runs and waits for those under way."""
         timeout_s = min(duration_from_proto(request.timeout), DRAIN_TIMEOUT_MAX_S)
-        return prefill_pb2.DrainResponse(remaining=await self._pipeline.drain(timeout_s))
+        return prefill_pb2.DrainResponse(remaining=await self._pipeline.drain_within(timeout_s))
 
     def _sealed(self, sealed: SealedRun) -> prefill_pb2.Sealed:
         message = prefill_pb2.Sealed(

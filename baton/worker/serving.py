@@ -1,0 +1,218 @@
+"""Serving as a worker: server, metrics page, heartbeats and lease renewal around a role's own code.
+
+Owns the order of these parts and their end: heartbeats and leases go on while the worker drains,
+so that nobody takes a draining worker for a dead one. Never knows what the role does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import structlog
+
+from baton.client import ChannelPool
+from baton.errors import ServiceError
+from baton.heartbeat import Heartbeats, Load, Record, Role
+from baton.heartbeat_wire import gateway_beats
+from baton.http_server import HttpServer
+from baton.lifecycle import Service, every
+from baton.metrics import Metrics
+from baton.metrics_server import metrics_application
+from baton.port_file import write_port_file
+from baton.rpc.interceptor import CallLimits
+from baton.rpc.measures import RpcMeasures
+from baton.rpc.server import RpcServer, ServerOptions, build_server
+from baton.worker.config import WorkerConfig
+from baton.worker.engine import WorkerParts
+from baton.worker.held_logs import RENEWALS_PER_LEASE, renew_once
+from baton.worker.startup import WorkerOptions, capability_or_dev, software_version, start_worker
+
+_log = structlog.stdlib.get_logger("baton.worker")
+STARTING_LEASE_S: Final = 10.0
+
+
+class Background:
+    """A long-running task as a part: it ends when the part is stopped, not when draining begins."""
+
+    def __init__(
+        self,
+        service: Service,
+        name: str,
+        run: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
+        drain: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        self._service = service
+        self._name = name
+        self._run = run
+        self._drain = drain
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begins."""
+        self._service.spawn(self._name, self._work())
+
+    async def drain(self) -> None:
+        """Whatever the task's owner wants finished first."""
+        if self._drain is not None:
+            await self._drain()
+
+    async def stop(self) -> None:
+        """Asks the task to end and waits for it."""
+        self._stopping.set()
+        await self._ended.wait()
+
+    async def _work(self) -> None:
+        try:
+            await self._run(self._stopping)
+        finally:
+            self._ended.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerShell:
+    """What a worker process has before its role's own code runs."""
+
+    service: Service
+    config: WorkerConfig
+    role: Role
+    metrics: Metrics
+    server: RpcServer
+    pool: ChannelPool
+    parts: WorkerParts
+    capability: str
+
+
+async def open_shell(service: Service, config: WorkerConfig, role: Role) -> WorkerShell:
+    """Binds the port (so that a conflict is reported at once), then loads and attaches."""
+    metrics = Metrics(role.value)
+    server = build_server(
+        ServerOptions(
+            bind=f"{config.host}:{config.port}",
+            is_insecure_bind_allowed=config.insecure_bind,
+            limits=CallLimits(calls_max=4096),
+        ),
+        RpcMeasures(metrics, "server"),
+    )
+    pool = ChannelPool()
+    await service.start("channels", pool)
+    capability = capability_or_dev(config.worker_capability, config.worker_id, service.clock)
+    options = WorkerOptions(
+        worker_id=config.worker_id,
+        model=config.model,
+        dtype=config.dtype.value,
+        threads=config.threads,
+        kvstore=config.kvstore,
+        capability=capability,
+        context_max=config.context_max,
+    )
+    parts = await start_worker(options, pool.get(config.kvstore), service.clock)
+    return WorkerShell(
+        service=service,
+        config=config,
+        role=role,
+        metrics=metrics,
+        server=server,
+        pool=pool,
+        parts=parts,
+        capability=capability,
+    )
+
+
+class PageCounts:
+    """The arena's pages as last seen; refreshed beside lease renewals."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self.pages_free = 0
+        self.pages_total = parts.arena.shape.page_count
+
+
+async def serve_worker(
+    shell: WorkerShell, load: Callable[[], Load], is_draining: Callable[[], bool]
+) -> None:
+    """Starts server, metrics, leases and heartbeats; the role's servicer is registered already."""
+    service, config, parts = shell.service, shell.config, shell.parts
+    await service.start("grpc", shell.server)
+
+    async def show_ready(is_ready: bool) -> None:
+        await shell.server.set_ready(is_ready=is_ready)
+        if is_ready and config.port_file is not None:
+            write_port_file(config.port_file, shell.server.target)
+
+    service.on_ready_changed(show_ready)
+    metrics_address = await _start_metrics(shell)
+    counts = PageCounts(parts)
+    await service.start("leases", Background(service, "leases", _leases(shell, counts)))
+    record = Record(
+        worker_id=parts.worker_id,
+        role=shell.role,
+        incarnation=parts.incarnation,
+        node_id=parts.node_id,
+        address=config.advertise or shell.server.target,
+        kvstore_address=config.kvstore,
+        label=parts.label,
+        geometry=parts.geometry,
+        model=parts.model,
+        version=software_version(),
+        metrics_address=metrics_address,
+        context_max=parts.context_max,
+    )
+
+    def current() -> Record:
+        _idle(parts)
+        is_leaving = service.stopping.is_set() or is_draining()
+        return replace(
+            record,
+            is_draining=is_leaving,
+            is_ready=service.is_ready and not is_leaving,
+            progress=parts.progress.value,
+            load=replace(load(), pages_free=counts.pages_free, pages_total=counts.pages_total),
+        )
+
+    beats = Heartbeats(
+        gateway_beats(shell.pool, config.gateways, shell.capability), current, service.clock
+    )
+    await service.start("heartbeats", Background(service, "heartbeats", beats.run))
+
+
+async def _start_metrics(shell: WorkerShell) -> str:
+    config, service = shell.config, shell.service
+    if config.metrics_port is None:
+        return ""
+    http = HttpServer(
+        metrics_application(shell.metrics, lambda: service.is_ready),
+        f"{config.host}:{config.metrics_port}",
+        service.spawn,
+        is_insecure_bind_allowed=config.insecure_bind,
+    )
+    await service.start("metrics", http)
+    return f"{config.host}:{http.port}"
+
+
+def _leases(
+    shell: WorkerShell, counts: PageCounts
+) -> Callable[[asyncio.Event], Coroutine[Any, Any, None]]:
+    parts = shell.parts
+
+    async def tick() -> None:
+        _idle(parts)
+        await renew_once(parts.held, parts.store, parts.incarnation, parts.progress)
+        try:
+            counts.pages_free = (await parts.store.describe_arena()).pages_free
+        except ServiceError as error:
+            _log.warning("kvstore_unreachable", reason=error.reason.value)
+
+    async def run(stopping: asyncio.Event) -> None:
+        interval_s = (parts.lease_s or STARTING_LEASE_S) / RENEWALS_PER_LEASE
+        await every(interval_s, tick, clock=shell.service.clock, stopping=stopping)
+
+    return run
+
+
+def _idle(parts: WorkerParts) -> None:
+    """An idle loop makes progress by coming round; a busy one only by its work."""
+    if parts.compute.running == 0:
+        parts.progress.idled()
