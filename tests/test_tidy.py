@@ -23,6 +23,7 @@ GENERATED = "baton/api"
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 500
 COLUMNS_MAX = 100
+POSITIONAL_MAX = 5
 
 # Older, longer functions and modules: `path::name` to lines. They may shrink and must then be
 # lowered here; nothing new is added.
@@ -139,6 +140,19 @@ def test_modules_stay_short() -> None:
         name_of(path): len(text_of(path).splitlines()) for path in python_files(*CODE_FOLDERS)
     }
     report(ratchet_faults(measured, MODULE_RATCHET, MODULE_LINES_MAX), "split these modules")
+
+
+def test_calls_stay_readable() -> None:
+    """Beyond five positional parameters a call no longer says what is what."""
+    faults = [
+        f"{name_of(path)}:{line}: {name} has {count}"
+        for path in python_files(*PRODUCT_FOLDERS, "scripts", "examples", "bench")
+        # typer reads a command's options from its parameters.
+        if not is_at(path, ("baton/cli/*",))
+        for line, name, count in rules.positional_counts(tree_of(path))
+        if count > POSITIONAL_MAX
+    ]
+    report(faults, "make the others keyword-only, or group them in a dataclass")
 
 
 def test_lines_fit_in_100_columns() -> None:

@@ -54,6 +54,15 @@ def function_lengths(tree: ast.AST, prefix: str = "") -> Iterator[FunctionLength
         yield from function_lengths(node, inner)
 
 
+def positional_counts(tree: ast.AST) -> Iterator[tuple[int, str, int]]:
+    """(line, name, positional parameters without self and cls) of every function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            yield node.lineno, node.name, count
+
+
 def imported_modules(tree: ast.AST) -> set[str]:
     """Dotted names a module imports: for `from a.b import c` both a.b and a.b.c."""
     found: set[str] = set()

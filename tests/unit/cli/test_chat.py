@@ -126,7 +126,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
         return line
 
     def interrupting(lines_: object, answer: Answer):
-        for text in read_answer(lines_, answer):  # type: ignore[arg-type]  # passed through
+        for text in read_answer(lines_, answer):
             yield text
             if not interrupted:
                 interrupted.append(True)

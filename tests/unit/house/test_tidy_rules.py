@@ -16,6 +16,12 @@ def test_a_method_is_measured_without_its_decorators() -> None:
     assert found == [("A.b", 3)]
 
 
+def test_positional_parameters_are_counted_without_self() -> None:
+    """Keyword-only ones name themselves at the call."""
+    tree = ast.parse("class A:\n    def f(self, a, /, b, *, c): ...\n")
+    assert list(rules.positional_counts(tree)) == [(2, "f", 2)]
+
+
 def test_from_imports_count_as_module_and_member() -> None:
     """`from baton import kv` keeps baton.kv alive."""
     assert rules.imported_modules(ast.parse("from baton import kv")) == {"baton", "baton.kv"}
