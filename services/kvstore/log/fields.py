@@ -16,13 +16,10 @@ from typing import Any, Final
 from baton.errors import Reason, ServiceError
 from baton.kv.blocks import Scope
 from baton.kv.crc import slot_list_crc
+from baton.kv.digests import DIGEST_BYTES, HASH_BYTES, TOKENIZER_HASH_BYTES
 from baton.kv.layout import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
 
 ARENA_ID_BYTES: Final = 16
-LOG_ID_BYTES: Final = 16
-HASH_BYTES: Final = 32
-DIGEST_BYTES: Final = 16
-TOKENIZER_HASH_BYTES: Final = 8
 TEXT_BYTES_MAX: Final = 1024
 SAMPLING_BYTES_MAX: Final = 1 << 18
 
@@ -76,7 +73,9 @@ class BodyReader:
         return struct.unpack(f"<{count}I", self.take_bytes(4 * count, name))
 
     def take_text(self, size: int, name: str) -> str:
-        """Read `size` bytes of UTF-8."""
+        """Read `size` bytes of UTF-8, at least one."""
+        if size == 0:
+            raise corrupt(name, "is empty")
         if size > TEXT_BYTES_MAX:
             raise corrupt(name, f"{size} bytes of text, at most {TEXT_BYTES_MAX}")
         try:
@@ -84,9 +83,9 @@ class BodyReader:
         except UnicodeDecodeError as error:
             raise corrupt(name, "is not UTF-8") from error
 
-    def take_rest(self) -> bytes:
-        """Read all that is left."""
-        return self.take_bytes(self.remaining, "rest")
+    def take_optional_text(self, size: int, name: str) -> str | None:
+        """Read a text that is absent when it has no bytes."""
+        return None if size == 0 else self.take_text(size, name)
 
     def finish(self) -> None:
         """Refuse bytes that nothing has read."""
@@ -356,17 +355,10 @@ class LogIdentity:
             raise corrupt("ack_level", f"code {ack_level} is unknown")
         if sampling_bytes > SAMPLING_BYTES_MAX:
             raise corrupt("sampling", f"{sampling_bytes} bytes, at most {SAMPLING_BYTES_MAX}")
-        tenant, team, role, salt, request_id = (
-            reader.take_text(size, name)
-            for size, name in zip(
-                sizes, ("tenant", "team", "role", "cache_salt", "request_id"), strict=True
-            )
-        )
-        if not request_id:
-            raise corrupt("request_id", "is empty")
+        scope = _take_scope(reader, sizes[:4])
         return cls(
-            scope=_scope_of(tenant, team, role, salt),
-            request_id=request_id,
+            scope=scope,
+            request_id=reader.take_text(sizes[4], "request_id"),
             body_hash=values[13],
             sampling=reader.take_bytes(sampling_bytes, "sampling"),
             label_digest=values[14],
@@ -382,8 +374,13 @@ class LogIdentity:
         )
 
 
-def _scope_of(tenant: str, team: str, role: str, salt: str) -> Scope:
+def _take_scope(reader: BodyReader, sizes: Sequence[int]) -> Scope:
+    tenant = reader.take_text(sizes[0], "tenant")
+    team, role, salt = (
+        reader.take_optional_text(size, name)
+        for size, name in zip(sizes[1:], ("team", "role", "cache_salt"), strict=True)
+    )
     try:
-        return Scope(tenant=tenant, team=team or None, role=role or None, cache_salt=salt or None)
+        return Scope(tenant=tenant, team=team, role=role, cache_salt=salt)
     except ServiceError as error:
         raise corrupt(error.field or "scope", error.message) from error

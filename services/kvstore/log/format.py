@@ -18,7 +18,8 @@ from typing import Final, Protocol, TypeAlias
 
 from baton.errors import ServiceError
 from baton.kv.crc import Buffer, as_bytes, crc32c, mask_crc
-from services.kvstore.log.fields import LOG_ID_BYTES, BodyReader, corrupt
+from baton.kv.manifest import LOG_ID_BYTES
+from services.kvstore.log.fields import BodyReader, corrupt
 from services.kvstore.log.records import (
     Append,
     Checkpoint,

@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from baton.kv.digests import HASH_BYTES
 from services.kvstore.log.fields import (
-    HASH_BYTES,
     BodyReader,
     EndReason,
     Extent,

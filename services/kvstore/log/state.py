@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from baton.errors import ServiceError
-from baton.kv.manifest import MANIFEST_BYTES_MAX, Manifest, decode_segments
+from baton.kv.digests import HASH_BYTES
+from baton.kv.manifest import LOG_ID_BYTES, MANIFEST_BYTES_MAX, Manifest, decode_segments
 from services.kvstore.log.fields import (
-    HASH_BYTES,
-    LOG_ID_BYTES,
     U32,
     BodyReader,
     EndReason,
@@ -120,7 +119,7 @@ class Snapshot:
         require_flags(flags, _SEALED, "snapshot.flags")
         require_zero(reserved | more, "snapshot.reserved")
         identity = LogIdentity.decode(reader)
-        worker = reader.take_text(worker_bytes, "worker_id")
+        worker = reader.take_optional_text(worker_bytes, "worker_id")
         return cls(
             identity=identity,
             token_ids=reader.take_u32s(token_count, "token_ids"),
@@ -131,7 +130,7 @@ class Snapshot:
             end_reason=end_reason_of(end_code),
             logprobs=_decode_logprob_list(reader, logprob_count),
             grants=_decode_grants(reader, grant_count),
-            worker_id=worker or None,
+            worker_id=worker,
         )
 
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from enum import IntEnum, unique
 from typing import Final
 
+from baton.kv.digests import DIGEST_BYTES, HASH_BYTES, TOKENIZER_HASH_BYTES
 from services.kvstore.log.fields import (
-    DIGEST_BYTES,
-    HASH_BYTES,
     PAGE_REF,
-    TOKENIZER_HASH_BYTES,
     U16,
     BodyReader,
     PageRef,
