@@ -5,7 +5,8 @@ Never loads a model: engines and `baton.text` open the paths that this package a
 
 from __future__ import annotations
 
-from baton.models.locate import (
+from baton.models.fetch import PULL_TIMEOUT_S, Progress, pull
+from baton.models.files import (
     ModelFiles,
     ModelKind,
     ModelStatus,
@@ -14,7 +15,6 @@ from baton.models.locate import (
     resolve,
     verify,
 )
-from baton.models.pull import PULL_TIMEOUT_S, Progress, pull
 from baton.models.registry import KNOWN_MODELS, KnownModel, cache_dir, find_known, is_known
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ def model_path() -> Path:
 def bundle(model_path: Path) -> TextBundle:
     """The bundled model's tokenizer and template."""
     return TextBundle.load(model_path)
+
+
+@pytest.fixture(scope="session")
+def make_golden() -> Any:
+    """The script that writes the golden file: it holds the texts and the way to the oracle."""
+    place = Path(__file__).parent / "make_golden.py"
+    spec = importlib.util.spec_from_file_location("make_golden", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")

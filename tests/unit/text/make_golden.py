@@ -83,8 +83,8 @@ TEXTS = (
 def random_texts(count: int, seed: int) -> list[str]:
     """Strings drawn from several scripts, with white space and digits mixed in."""
     draw = random.Random(seed)
-    blocks = ((32, 126), (160, 591), (880, 1279), (1424, 1791), (2304, 2431), (3585, 3675))
-    blocks += ((8192, 8303), (12352, 12543), (19968, 20400), (44032, 44400), (128512, 128591))
+    blocks = [(32, 126), (160, 591), (880, 1279), (1424, 1791), (2304, 2431), (3585, 3675)]
+    blocks += [(8192, 8303), (12352, 12543), (19968, 20400), (44032, 44400), (128512, 128591)]
     texts: list[str] = []
     for _ in range(count):
         parts: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import random
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,9 @@ def test_ids_equal_the_golden_ids(bundle: TextBundle, row: dict[str, Any]) -> No
 
 @pytest.mark.slow
 def test_ids_equal_transformers_on_many_texts(
-    bundle: TextBundle, model_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: TextBundle, model_path: Path, make_golden: Any
 ) -> None:
     """The live oracle, over the golden texts and 400 random ones of many scripts."""
-    monkeypatch.syspath_prepend(str(HERE))
-    import make_golden
-
-    sys.modules.pop("make_golden")
     oracle = make_golden.load_oracle(model_path)
     texts = [*make_golden.TEXTS, *make_golden.random_texts(400, seed=7)]
     for text in texts:
@@ -55,15 +51,9 @@ def test_ids_equal_transformers_on_many_texts(
 
 @pytest.mark.slow
 def test_decoding_equals_transformers_on_random_ids(
-    bundle: TextBundle, model_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: TextBundle, model_path: Path, make_golden: Any
 ) -> None:
     """Random ids are mostly broken UTF-8: the replacement characters must be the same ones."""
-    monkeypatch.syspath_prepend(str(HERE))
-    import random
-
-    import make_golden
-
-    sys.modules.pop("make_golden")
     oracle = make_golden.load_oracle(model_path)
     draw = random.Random(11)
     for _ in range(300):

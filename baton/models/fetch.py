@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Final, TypeAlias
 
 from baton.errors import Reason, ServiceError
-from baton.models.locate import cached_path, damaged, not_found, sha256_hex
+from baton.models.files import cached_path, damaged, not_found, sha256_hex
 from baton.models.registry import KnownModel, find_known
 
 Progress: TypeAlias = Callable[[int, int], None]
