@@ -98,17 +98,17 @@ class RpcServer:
             names = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         await self._health.set(LIVENESS, _UP)
-        await self.set_ready(is_ready=False)
+        await self.set_ready(False)
         await self._server.start()
 
-    async def set_ready(self, *, is_ready: bool) -> None:
+    async def set_ready(self, is_ready: bool) -> None:
         """What health says for everything but `liveness`."""
         for name in ("", READINESS, *self._names):
             await self._health.set(name, _UP if is_ready else _DOWN)
 
     async def drain(self) -> None:
         """Health turns to NOT_SERVING, so that callers look elsewhere; running calls go on."""
-        await self.set_ready(is_ready=False)
+        await self.set_ready(False)
 
     async def stop(self) -> None:
         """Refuses new calls, gives running ones the grace, then cancels them."""

@@ -15,6 +15,7 @@ class ManualClock:
         self._monotonic_s = monotonic_s
         self._wall_s = wall_s
         self._sleepers: list[tuple[float, asyncio.Event]] = []
+        self._wait_begun = asyncio.Event()
 
     def monotonic_s(self) -> float:
         """Seconds since the start given to the constructor plus every advance."""
@@ -39,8 +40,14 @@ class ManualClock:
 
     @property
     def waiting(self) -> int:
-        """How many waits are pending: lets a test see that a loop has reached its wait."""
+        """How many waits are pending."""
         return len(self._sleepers)
+
+    async def until_waiting(self, count: int = 1) -> None:
+        """Returns once at least `count` waits are pending: then an advance will meet them."""
+        while len(self._sleepers) < count:
+            self._wait_begun.clear()
+            await self._wait_begun.wait()
 
     async def wait(self, event: asyncio.Event, timeout_s: float) -> bool:
         """True as soon as `event` is set, False once the clock was advanced by `timeout_s`."""
@@ -50,6 +57,7 @@ class ManualClock:
             return False
         sleeper = (self._monotonic_s + timeout_s, asyncio.Event())
         self._sleepers.append(sleeper)
+        self._wait_begun.set()
         try:
             await _first_of(event, sleeper[1])
         finally:
