@@ -107,7 +107,7 @@ def test_verify_notices_a_changed_byte(cache: Path) -> None:
     put(cache, BODY)
     models.verify("tiny")
     put(cache, BODY[:-1] + b"\0")
-    assert models.locate("tiny")
+    assert models.locate("tiny").name == TINY.file_name
     refused(Reason.CHECKSUM_MISMATCH, models.verify, "tiny")
 
 

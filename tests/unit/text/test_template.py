@@ -81,7 +81,8 @@ def test_the_render_equals_transformers_own(bundle: TextBundle) -> None:
         {"role": "assistant", "content": "c"},
         *user("{{ 7 * 7 }} {% raw %}"),
     ]
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)  # noqa: S701
+    # Prompts are no HTML: nothing may be escaped.
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # noqa: S701
     source = bundle.chat_template().source
     expected = environment.from_string(source).render(messages=messages, add_generation_prompt=True)
     assert bundle.chat_template().render(messages).text == expected
