@@ -12,7 +12,8 @@ from baton.cli import main as cli
 from tests.unit.cli.conftest import Run
 
 COMMANDS = (
-    ["up"], ["down"], ["demo"], ["chat"], ["doctor"], ["version"], ["models", "pull"], ["models", "list"],
+    ["up"], ["down"], ["demo"],
+    ["chat"], ["doctor"], ["version"], ["models", "pull"], ["models", "list"],
     ["models", "verify"], ["prefix", "publish"], ["prefix", "list"], ["prefix", "delete"],
 )  # fmt: skip
 
