@@ -76,9 +76,11 @@ async def test_readiness_spans_from_wired_to_drain() -> None:
         changes.append((is_ready, list(events)))
 
     service.on_ready_changed(note)
+    seen = []
     async with _running(service, Recorded("a", events)):
-        assert service.is_ready
-    assert not service.is_ready
+        seen.append(service.is_ready)
+    seen.append(service.is_ready)
+    assert seen == [True, False]
     assert changes == [(True, ["a.start"]), (False, ["a.start"])]
 
 

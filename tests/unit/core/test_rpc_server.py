@@ -25,7 +25,7 @@ async def _echo(request: bytes, context: Any) -> bytes:
 
 
 async def _health(channel: Any, name: str) -> int:
-    stub = health_pb2_grpc.HealthStub(channel)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
     response = await stub.Check(health_pb2.HealthCheckRequest(service=name))
     return int(response.status)
 
@@ -58,7 +58,7 @@ async def test_health_answers_also_when_the_service_is_full() -> None:
 async def test_reflection_lists_every_service() -> None:
     """grpcurl and buf curl work without our protos."""
     async with serving(Echo=unary(_echo)) as (_server, channel):
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         response = await call.read()
