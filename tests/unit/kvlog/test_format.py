@@ -448,3 +448,54 @@ def test_append_record_is_two_cache_lines() -> None:
     append = records.Append(token_id=1, slot_ref=GOLDEN.page_ref(1, 2), slot=0)
     encoded = format.encode_record(append, format.STORE_ADDRESS, lsn=1, previous_chain=0)
     assert len(encoded.data) == 128
+
+
+def golden_payload(name: str) -> bytes:
+    row = next(
+        item for item in json.loads((DATA / "segment.json").read_text()) if item["name"] == name
+    )
+    data = (DATA / "segment.bin").read_bytes()
+    start = row["offset"]
+    assert data[start + 5] == row["type"]
+    (size,) = struct.unpack_from("<I", data, start + 48)
+    return data[start + 64 : start + 64 + size]
+
+
+def test_bodies_stand_at_the_offsets_of_the_document() -> None:
+    """An independent reader: offsets of docs/formats.md and struct, none of our decoders."""
+    append = golden_payload("append")
+    assert struct.unpack_from("<IBBH", append, 0) == (43, 1, 3, 2)
+    assert append[8:24] == GOLDEN.ARENA_ID
+    assert struct.unpack_from("<QII", append, 24) == (106, 6, 0x0A0B0C0D)
+    assert struct.unpack_from("<fIH", append, 40) == (-0.25, 0x0D0C0B0A, 3)
+    assert struct.unpack_from("<IfIf", append, 64) == (7, -0.25, 9, -2.0)
+
+    opened = golden_payload("open")
+    assert struct.unpack_from("<BxxxIIIQ", opened, 0) == (0, 0, 11, 0, 0)
+    identity = opened[40:]
+    assert struct.unpack_from("<HBBIQ", identity, 0) == (1, 2, 0, 3600, 1_767_225_600_000)
+    assert struct.unpack_from("<6HI", identity, 20) == (8, 4, 6, 0, 2, 5, 13)
+    assert identity[100:108] == GOLDEN.TOKENIZER_HASH
+    assert identity[112:142] == b'acmesearchs1req-1{"version":1}'
+    assert struct.unpack("<11I", identity[142:]) == tuple(GOLDEN.token_ids(0, 11))
+
+    checkpoint = golden_payload("checkpoint")
+    assert struct.unpack_from("<IIII", checkpoint, 0) == (0, 11, 2, 0)
+    assert struct.unpack_from("<HHI", checkpoint, 16 + 32) == (8, 0, 0)
+    assert struct.unpack_from("<HHI", checkpoint, 56 + 32) == (3, 3, 0)
+    assert struct.unpack("<3I", checkpoint[96:]) == (0x11111111, 0x22222222, 0x33333333)
+
+    seal = golden_payload("seal")
+    assert struct.unpack_from("<IBBHfI", seal, 32) == (42, 0, 3, 2, -0.25, 2)
+    snapshot = golden_payload("snapshot")
+    assert struct.unpack_from("<HBBIIIIIIHH", snapshot, 0) == (1, 2, 0, 11, 8, 12, 2, 1, 1, 8, 0)
+    publish = golden_payload("publish")
+    assert struct.unpack_from("<QQHHHH", publish, 144) == (
+        1_767_225_600_000,
+        1_767_229_200_000,
+        5,
+        11,
+        4,
+        2,
+    )
+    assert publish[168:] == b"pfx-1house styleacme\x04\0acme\x04\0beta"
