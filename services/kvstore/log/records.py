@@ -170,11 +170,12 @@ class Seal:
 class Take:
     """TAKE: a worker takes the log over; the header's generation is the new one.
 
-    `tail` is the fresh page into which the committed slots of a partial last page were copied.
+    `worker_id` None: the log was only fenced, nobody writes it. `tail` is the fresh page into which
+    the committed slots of a partial last page were copied.
     """
 
     previous_generation: int
-    worker_id: str
+    worker_id: str | None
     worker_slot: int
     worker_incarnation: int
     lease_ms: int
@@ -205,7 +206,7 @@ class Take:
         tail = _decode_tail(reader, tail_count)
         return cls(
             previous_generation=previous,
-            worker_id=reader.take_text(worker_bytes, "worker_id"),
+            worker_id=reader.take_text(worker_bytes, "worker_id") or None,
             worker_slot=slot,
             worker_incarnation=incarnation,
             lease_ms=lease_ms,

@@ -1,0 +1,116 @@
+"""Published prefixes: histories that a tenant offers to others under a name.
+
+Owns the table, its version and who may use what. Pure; wall time is passed in. A published prefix
+holds its own pages: the log it was cut from may end.
+
+Invariant: the version grows with every change, so that a caller who has it knows the list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.errors import Reason, ServiceError
+from services.kvstore.state import PageRow
+
+EVERY_TENANT = "*"
+PREFIXES_MAX = 1024
+PREFIX_NAME_CHARS_MAX = 256
+PREFIX_TENANTS_MAX = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class Prefix:
+    """One published prefix: tokens [0, position) of a log and the pages with their KV."""
+
+    prefix_id: str
+    name: str
+    owner_tenant: str
+    tenants: tuple[str, ...]
+    log_id: bytes
+    generation: int
+    position: int
+    token_ids: tuple[int, ...]
+    rows: tuple[PageRow, ...]
+    numeric_class: str
+    numeric_class_id: int
+    history_end: bytes
+    text_hash: bytes
+    ids_hash: bytes
+    text_bytes: int
+    template_digest: bytes
+    model: str
+    create_wall_s: float
+    expire_wall_s: float | None = None
+    hits: int = field(default=0)
+
+    def is_granted_to(self, tenant: str) -> bool:
+        """The owner, the tenants it names, or everybody by `*`."""
+        return tenant == self.owner_tenant or EVERY_TENANT in self.tenants or tenant in self.tenants
+
+    def is_over(self, wall_s: float) -> bool:
+        """Its own end has come."""
+        return self.expire_wall_s is not None and self.expire_wall_s <= wall_s
+
+
+class PrefixTable:
+    """All published prefixes of one kvstore."""
+
+    __slots__ = ("_by_id", "version")
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Prefix] = {}
+        self.version = 1
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def all(self) -> list[Prefix]:
+        """Every prefix, in the order of publication."""
+        return list(self._by_id.values())
+
+    def visible_to(self, tenant: str | None) -> list[Prefix]:
+        """What a tenant may use; None (a gateway or an operator) sees all."""
+        return [p for p in self._by_id.values() if tenant is None or p.is_granted_to(tenant)]
+
+    def find(self, prefix_id: str) -> Prefix:
+        """The prefix; PREFIX_NOT_FOUND."""
+        prefix = self._by_id.get(prefix_id)
+        if prefix is None:
+            raise ServiceError(
+                Reason.PREFIX_NOT_FOUND,
+                f"no published prefix {prefix_id}; list them with `baton prefix list`",
+                field="prefix_id",
+            )
+        return prefix
+
+    def granting(self, log_id: bytes, tenant: str, to_position: int) -> Prefix | None:
+        """The prefix that lets `tenant` use [0, to_position) of a log, if one does."""
+        for prefix in self._by_id.values():
+            if prefix.log_id == log_id and prefix.position >= to_position:  # noqa: SIM102
+                if prefix.is_granted_to(tenant):
+                    return prefix
+        return None
+
+    def add(self, prefix: Prefix) -> None:
+        """Offers a prefix; QUOTA_EXCEEDED when the table is full."""
+        if len(self._by_id) >= PREFIXES_MAX:
+            raise ServiceError(
+                Reason.QUOTA_EXCEEDED,
+                f"{PREFIXES_MAX} prefixes are published; revoke one first",
+                field="prefix",
+            )
+        assert prefix.prefix_id not in self._by_id
+        self._by_id[prefix.prefix_id] = prefix
+        self.version += 1
+
+    def remove(self, prefix_id: str) -> Prefix:
+        """Withdraws a prefix; PREFIX_NOT_FOUND."""
+        prefix = self.find(prefix_id)
+        del self._by_id[prefix_id]
+        self.version += 1
+        return prefix
+
+    def over(self, wall_s: float) -> list[Prefix]:
+        """Prefixes whose own end has come."""
+        return [prefix for prefix in self._by_id.values() if prefix.is_over(wall_s)]
