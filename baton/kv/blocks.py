@@ -18,7 +18,7 @@ from blake3 import blake3
 from baton.errors import Reason, ServiceError
 from baton.kv.digests import DIGEST_BYTES, HASH_BYTES, TokenIds, canonical, ids_bytes
 
-SECRET_CONTEXT: Final = "baton-serving scope secret v1"  # noqa: S105 - a public label
+SECRET_CONTEXT: Final = "baton-serving scope secret v1"
 """The literal context of BLAKE3 derive_key; changing it invalidates every block key."""
 
 NO_PARENT: Final = bytes(HASH_BYTES)

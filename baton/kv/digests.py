@@ -132,7 +132,7 @@ def rope_digest(rope: Mapping[str, ConfigValue]) -> bytes:
     return _hash(canonical("baton.rope.v1", canonical_config(rope)), DIGEST_BYTES)
 
 
-def kv_digest(  # noqa: PLR0913 - keyword-only, one for each field of the digest
+def kv_digest(
     *,
     model: bytes,
     rope: bytes,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import Reason, ServiceError
 from baton.kv.digests import (
+    ConfigValue,
     HistoryDigest,
     canonical,
     canonical_config,
@@ -222,7 +223,7 @@ def test_canonical_encoding_is_injective(one: list[bytes], other: list[bytes]) -
 
 def test_config_values_of_different_types_differ() -> None:
     """1, 1.0, True and "1" are four configurations."""
-    values = [1, 1.0, True, "1", None, "n:", "i:1"]
+    values: list[ConfigValue] = [1, 1.0, True, "1", None, "n:", "i:1"]
     assert len({canonical_config({"x": value}) for value in values}) == len(values)
     assert canonical_config({"b": 1, "a": 2}) == canonical_config({"a": 2, "b": 1})
 

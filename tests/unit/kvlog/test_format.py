@@ -200,12 +200,14 @@ def body_field(record: format.Record, body: bytes) -> str | None:
         chain_crc=0,
     )
     fault: ServiceError | None = None
+    decoded: format.Record | format.SkippedRecord | None = None
     try:
         decoded = format.decode_body(header, body)
     except ServiceError as error:
         fault = error
     if fault is None:
         # What is accepted must be writable again: no text, count or code that encoding refuses.
+        assert decoded is not None
         assert not isinstance(decoded, format.SkippedRecord)
         assert decoded.encode()
         return None
