@@ -16,8 +16,8 @@ from baton.sampling_parameters import SamplingParameters
 class TokenEnd(StrEnum):
     """Why a sequence ended, as far as token ids and counts can tell."""
 
-    END_TOKEN = "end_token"  # noqa: S105  a word of the enum, not a password
-    STOP_TOKEN = "stop_token"  # noqa: S105  the same
+    END_TOKEN = "end_token"
+    STOP_TOKEN = "stop_token"
     MAX_TOKENS = "max_tokens"
     CONTEXT_FULL = "context_full"
 

@@ -6,12 +6,16 @@ types torch computes in. It grants and frees no page: page numbers are the kvsto
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from baton.errors import Reason, ServiceError
 from baton.kv.layout import KvDtype, KvGeometry
+
+WritableBuffer: TypeAlias = bytearray | memoryview | mmap.mmap
 
 _TORCH_DTYPES = {
     KvDtype.F16: torch.float16,
@@ -33,11 +37,11 @@ class KvPages:
 
     @classmethod
     def from_buffer(
-        cls, buffer: memoryview, geometry: KvGeometry, page_count: int, *, offset: int = 0
+        cls, buffer: WritableBuffer, geometry: KvGeometry, page_count: int, *, offset: int = 0
     ) -> KvPages:
         """A window over a writable `buffer` whose page slots of `slot_bytes` begin at `offset`.
 
-        Accepts whatever a memoryview can be made of (mmap, bytearray). Raises ServiceError
+        Raises ServiceError
         UNSUPPORTED for a KV type that torch cannot compute in, INVALID_REQUEST for a buffer that
         is read-only or too small.
         """

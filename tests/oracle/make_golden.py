@@ -129,7 +129,7 @@ def main() -> None:
     GOLDEN_FILE.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", "utf-8")
     write_check_reference(oracle, model_path)
     smallest = min(min(case["gaps"]) for case in cases)
-    print(f"{len(cases)} cases, smallest top-2 gap {smallest:.5f}")  # noqa: T201  a program
+    print(f"{len(cases)} cases, smallest top-2 gap {smallest:.5f}")
 
 
 def load(model_path: Path) -> Oracle:

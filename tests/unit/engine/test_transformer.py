@@ -6,6 +6,7 @@ prompt into chunks, pages and batches, is what `exact` rests on.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -199,6 +200,22 @@ def test_pages_hold_layout_of_the_kv_package(one_pair):
     assert np.count_nonzero(np.frombuffer(buffer, np.uint8)) == np.count_nonzero(
         found.view(np.uint8)
     )
+
+
+def test_hand_off_over_shared_memory_moves_no_bytes(one_pair):
+    """Prefill writes an arena, decode continues from its own mapping of it: the whole idea."""
+    geometry = one_pair.weights.config.kv_geometry(BLOCK_TOKENS, ComputeDtype.FLOAT32.kv_dtype)
+    with mmap.mmap(-1, PAGES * geometry.slot_bytes) as arena:
+        first, second = (
+            Transformer(one_pair.weights, KvPages.from_buffer(arena, geometry, PAGES))
+            for _ in range(2)
+        )
+        tokens = random_tokens(40, seed=8)
+        first.prefill_kv(tokens[:39], 0, SHUFFLED)
+        logits = second.decode_step([tokens[39]], [39], [SHUFFLED])[0]
+        # The mapping cannot be closed while a tensor still looks into it.
+        del first, second
+    torch.testing.assert_close(logits, one_pair.expected(tokens)[-1], rtol=1e-4, atol=1e-4)
 
 
 def test_cancel_is_seen_between_layers(one_pair):
