@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from baton.errors import ServiceError
+from baton.errors import Reason, ServiceError
 from services.gateway.events import Completed, Event, FirstToken
 from services.gateway.request import SequenceRequest
 
@@ -51,8 +51,20 @@ class Events:
         self._queue: asyncio.Queue[Indexed | ServiceError] = asyncio.Queue(QUEUE_MAX)
         self._open = count
 
+        self._cancelled = asyncio.Event()
+
+    def cancel(self) -> None:
+        """End the answer from outside: the reader gets CANCELLED next."""
+        self._cancelled.set()
+        # Room is made for the refusal: what waits unread is of no use any more.
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(ServiceError(Reason.CANCELLED, "the request was cancelled"))
+
     async def put(self, item: Indexed | ServiceError) -> None:
-        """Waits while the reader is behind."""
+        """Waits while the reader is behind; nothing is added after a cancel."""
+        if self._cancelled.is_set():
+            return
         await self._queue.put(item)
 
     def __aiter__(self) -> AsyncIterator[Indexed]:

@@ -6,7 +6,7 @@ ServiceError. `_pb2` stops here.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -163,9 +163,7 @@ class PrefillClient:
             label=label_message(worker),
             kv_only=kv_only,
         )
-        call: AsyncIterator[prefill_pb2.RunResponse] = self._stub(worker.address).Run(
-            message, timeout=timeout_s
-        )
+        call = self._stub(worker.address).Run(message, timeout=timeout_s)
         async for response in call:
             if response.WhichOneof("event") == "sealed":
                 return _sealed(response.sealed)

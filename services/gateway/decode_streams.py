@@ -145,7 +145,7 @@ class DecodeStream:
             self.lose(why)
 
     async def _read(self, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> None:
-        call: AsyncIterator[decode_pb2.RunResponse] = stub.Run(self._requests(), timeout=math.inf)
+        call = stub.Run(self._requests(), timeout=math.inf)
         async for response in call:
             self.heard_s = self._clock.monotonic_s()
             for event in response.events:
@@ -237,7 +237,10 @@ class DecodeStreams:
                 continue
             silence_s = self._clock.monotonic_s() - stream.heard_s
             is_alive = self._hub.is_alive(worker_id, stream.worker.incarnation)
-            if not is_alive and silence_s > self._hub.dead_after_s:
+            newest = self._hub.get(worker_id)
+            if newest is not None and newest.incarnation != stream.worker.incarnation:
+                stream.lose("the decode worker restarted")
+            elif not is_alive and silence_s > self._hub.dead_after_s:
                 stream.lose(f"the decode worker was silent for {silence_s:.1f} s")
 
     async def stop(self) -> None:

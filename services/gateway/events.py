@@ -110,6 +110,8 @@ class Completed:
     stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     prefix_id: str | None = None
     resumed: int = 0
+    routing: str = ""
+    is_fallback: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,25 +38,28 @@ class PlanRequest:
     is_local_only: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRules:
+    """What an operator decided, and the tokenizer every worker must share."""
+
+    mode: PrefillMode
+    tokenizer_hash: bytes
+    ttft_budget_s: float = 60.0
+    prefill_queue_max: int = 64
+
+
 class Planner:
     """Chooses workers for one model."""
 
     def __init__(
-        self,
-        hub: WorkerHub,
-        *,
-        mode: PrefillMode,
-        tokenizer_hash: bytes,
-        ttft_budget_s: float,
-        sequences_on: Callable[[str], int],
-        prefill_queue_max: int,
+        self, hub: WorkerHub, rules: PlanRules, sequences_on: Callable[[str], int]
     ) -> None:
         self._hub = hub
-        self._mode = mode
-        self._tokenizer_hash = tokenizer_hash
-        self._ttft_budget_s = ttft_budget_s
+        self._mode = rules.mode
+        self._tokenizer_hash = rules.tokenizer_hash
+        self._ttft_budget_s = rules.ttft_budget_s
+        self._prefill_queue_max = rules.prefill_queue_max
         self._sequences_on = sequences_on
-        self._prefill_queue_max = prefill_queue_max
 
     def plan(self, request: PlanRequest) -> Plan:
         """A plan; raises NO_WORKER or QUEUE_FULL with a time to come back."""

@@ -2,8 +2,8 @@
 
 Owns the two-hash comparison and the cut. Pure: prefixes and prompts in, an index or a cut out.
 
-Invariant: a prefix matches only if the rendered bytes *and* the token ids are those it was published
-with; text alone has several token sequences, and ids alone do not say who wrote a control token.
+Invariant: a prefix matches only if the rendered bytes *and* the token ids are those it was
+published with; text alone has several token sequences, and ids alone do not say who wrote what.
 """
 
 from __future__ import annotations

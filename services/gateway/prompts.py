@@ -102,6 +102,15 @@ class ServedModel:
             agreed = common_prefix(replace(alone, token_ids=tuple(agreed)), longer)
         return tuple(agreed)
 
+    async def encode_leading_text(self, text: str) -> tuple[int, ...]:
+        """Token ids with which every raw prompt that goes on from `text` begins."""
+        alone = await self.encode(TextPrompt(text=text), "text")
+        agreed: Sequence[int] = alone.token_ids
+        for more in ("0", " zz", "\n", "z"):
+            longer = await self.encode(TextPrompt(text=text + more), "text")
+            agreed = common_prefix(replace(alone, token_ids=tuple(agreed)), longer)
+        return tuple(agreed)
+
     def spell(self, token_ids: Sequence[int]) -> bytes:
         """The bytes that token ids stand for."""
         return b"".join(map(self.tokenizer.decode_bytes, token_ids))

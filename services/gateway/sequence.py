@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
 
-from baton.capability import Right
-from baton.clock import WaitingClock
 from baton.errors import Reason, ServiceError
-from baton.ids import new_log_id
-from baton.kv.manifest import Manifest
-from services.gateway.cleanup import Cleanup
-from services.gateway.clients import DecodeClient, Opened, PrefillClient, Sealed, StoreClient
-from services.gateway.decode_streams import DecodeStreams, StartCommand
+from services.gateway.clients import Sealed
+from services.gateway.decode_streams import StartCommand
 from services.gateway.events import (
     Admitted,
     Completed,
@@ -37,19 +32,11 @@ from services.gateway.events import (
     TokenUsage,
 )
 from services.gateway.inbox import Failed, Inbox, Lost, Started, Token
-from services.gateway.legs import (
-    CONTROL_RIGHTS,
-    DECODE_RIGHTS,
-    PREFILL_RIGHTS,
-    CapabilityMint,
-    Leg,
-    Plan,
-)
-from services.gateway.planner import Planner, PlanRequest
-from services.gateway.prefix_cache import PrefixCache
-from services.gateway.prefixes import PrefixMatch, PrefixQuery, match_prefix
+from services.gateway.legs import DECODE_RIGHTS, PREFILL_RIGHTS, Leg, Plan
+from services.gateway.opening import LogOpener, SequenceParts
+from services.gateway.planner import PlanRequest
 from services.gateway.registry import WorkerRecord
-from services.gateway.request import CacheMode, SequenceRequest
+from services.gateway.request import SequenceRequest
 
 _log = structlog.stdlib.get_logger("baton.gateway.sequence")
 
@@ -78,38 +65,6 @@ _ELSEWHERE: Final = frozenset(
 )
 """A fault of this attempt, not of the request: another worker may do better."""
 
-_PREFIX_GONE: Final = frozenset(
-    {
-        Reason.PREFIX_NOT_FOUND,
-        Reason.LOG_NOT_FOUND,
-        Reason.NOT_FOUND,
-        Reason.PERMISSION_DENIED,
-        Reason.CHECKSUM_MISMATCH,
-        Reason.STALE_GENERATION,
-        Reason.COMPAT_MISMATCH,
-    }
-)
-"""A published prefix that cannot be used after all: go on without it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceParts:
-    """What every sequence of a gateway uses."""
-
-    planner: Planner
-    stores: StoreClient
-    prefills: PrefillClient
-    decodes: DecodeClient
-    streams: DecodeStreams
-    prefixes: PrefixCache
-    mint: CapabilityMint
-    cleanup: Cleanup
-    clock: WaitingClock
-    template_digest: bytes
-    until_decode: Callable[
-        [Callable[[], WorkerRecord | None], float], Awaitable[WorkerRecord | None]
-    ]
-
 
 @dataclass(slots=True)
 class _Progress:
@@ -121,6 +76,7 @@ class _Progress:
     usage: TokenUsage | None = None
     resumes: int = 0
     is_recomputed: bool = False
+    is_local_fallback: bool = False
     stages: dict[str, float] = field(default_factory=dict)
 
 
@@ -132,7 +88,7 @@ class Sequence:
         self._request = request
         self._emit = emit
         self._progress = _Progress()
-        self._opens = 0
+        self._opener = LogOpener(parts, request)
 
     async def run(self) -> None:
         """To the end of the answer; raises ServiceError when there is no (more) answer."""
@@ -169,6 +125,7 @@ class Sequence:
                     raise
                 excluded, is_local_only = self._after_failure(plan, error)
                 self._progress.is_recomputed = error.reason is not Reason.QUEUE_FULL
+                self._progress.is_local_fallback = is_local_only
 
     def _after_failure(self, plan: Plan, error: ServiceError) -> tuple[set[str], bool]:
         """Whom the next attempt leaves out: the worker at fault, where another can do its part."""
@@ -196,7 +153,7 @@ class Sequence:
 
     async def _attempt(self, plan: Plan) -> None:
         """One log from Open to its end; an early end fences it."""
-        leg = await self._opened(plan)
+        leg = await self._opener.open(plan)
         is_complete = False
         try:
             await self._announce(leg)
@@ -223,81 +180,6 @@ class Sequence:
             )
         )
 
-    # --- opening -----------------------------------------------------------------------------
-
-    async def _opened(self, plan: Plan) -> Leg:
-        """A log of this attempt; without the published prefix if that cannot be used."""
-        match = await self._prefix(plan)
-        try:
-            return await self._open(plan, match)
-        except ServiceError as error:
-            if match is None or error.reason not in _PREFIX_GONE:
-                raise
-            _log.warning("prefix_not_usable", reason=error.reason.value)
-            self._parts.prefixes.forget(plan.kvstore_address)
-            return await self._open(plan, None)
-
-    async def _open(self, plan: Plan, match: PrefixMatch | None) -> Leg:
-        """Open a log and reserve the decode slot, together; neither is left if the other fails."""
-        request, log_id = self._next_wire_request(), new_log_id()
-        control = self._capability(log_id, CONTROL_RIGHTS)
-        base: Manifest | None = None
-        if match is not None:
-            base = await self._parts.prefixes.manifest(match, request.request_id)
-        leg = Leg(request=request, plan=plan, log_id=log_id, control=control)
-        opened: Opened | None = None
-        is_reserved = False
-        try:
-            async with _Unwrapped(), asyncio.TaskGroup() as group:
-                opening = group.create_task(self._parts.stores.open(leg, base=base))
-                if plan.prefill is not None:
-                    group.create_task(self._parts.decodes.prepare(plan.decode, request))
-            opened, is_reserved = opening.result(), True
-        finally:
-            if not is_reserved:
-                self._parts.cleanup.end(leg, is_complete=False)
-        leg.generation = opened.generation
-        leg.cached_tokens = opened.cached_tokens
-        leg.prefix_id = opened.prefix_id or (None if match is None else match.prefix.prefix_id)
-        return leg
-
-    def _next_wire_request(self) -> SequenceRequest:
-        """The request under an id of its own for each log: stores tell a retry by it."""
-        self._opens += 1
-        if self._opens == 1:
-            return self._request
-        return replace(self._request, request_id=f"{self._request.request_id}.{self._opens}")
-
-    async def _prefix(self, plan: Plan) -> PrefixMatch | None:
-        """The published prefix that the prompt begins with."""
-        label = plan.writer.label
-        if self._request.cache_mode is CacheMode.OFF or label is None:
-            return None
-        offered = await self._parts.prefixes.at(plan.kvstore_address)
-        return match_prefix(
-            offered,
-            PrefixQuery(
-                prompt=self._request.prompt,
-                tenant=self._request.tenant.name,
-                template_digest=self._parts.template_digest,
-                kv_digest=label.kv_digest(),
-                kvstore_address=plan.kvstore_address,
-                now_wall_s=self._parts.clock.wall_s(),
-            ),
-        )
-
-    def _capability(self, log_id: bytes, rights: frozenset[Right]) -> str:
-        return self._parts.mint.mint(
-            self._request.tenant,
-            rights,
-            ttl_s=max(self._left_s(), 1.0),
-            request_id=self._request.request_id,
-            log_id=log_id,
-        )
-
-    def _left_s(self) -> float:
-        return self._request.deadline_s - self._parts.clock.monotonic_s()
-
     # --- prefill -----------------------------------------------------------------------------
 
     async def _remote(self, leg: Leg) -> None:
@@ -305,8 +187,8 @@ class Sequence:
         leg.is_running = True
         sealed = await self._parts.prefills.run(
             leg,
-            self._capability(leg.log_id, PREFILL_RIGHTS),
-            timeout_s=max(self._left_s(), 0.001),
+            self._opener.capability(leg.log_id, PREFILL_RIGHTS),
+            timeout_s=max(self._opener.left_s(), 0.001),
         )
         leg.is_running, leg.is_sealed = False, True
         self._progress.exactness = sealed.exactness
@@ -348,10 +230,10 @@ class Sequence:
             request_id=leg.request.request_id,
             log_id=leg.log_id,
             generation=leg.generation,
-            capability=self._capability(leg.log_id, DECODE_RIGHTS),
+            capability=self._opener.capability(leg.log_id, DECODE_RIGHTS),
             next_index=next_index,
             is_local_prefill=not leg.is_sealed,
-            deadline_in_s=max(self._left_s(), 0.001),
+            deadline_in_s=max(self._opener.left_s(), 0.001),
             traceparent=self._request.traceparent,
         )
 
@@ -432,7 +314,7 @@ class Sequence:
         if delta.index > progress.delivered:
             raise ServiceError(
                 Reason.INTERNAL,
-                f"token {delta.index} came where {progress.delivered} was due; the answer ends here",
+                f"token {delta.index} came where {progress.delivered} was due; the answer ends",
             )
         if progress.first_token_s is None:
             progress.first_token_s = self._parts.clock.monotonic_s()
@@ -482,6 +364,8 @@ class Sequence:
                 stage_seconds=dict(progress.stages),
                 prefix_id=leg.prefix_id,
                 resumed=progress.resumes,
+                routing=leg.plan.decision.reason,
+                is_fallback=leg.plan.decision.is_fallback or progress.is_local_fallback,
             )
         )
 
@@ -501,17 +385,3 @@ def _prefill_stages(sealed: Sealed) -> dict[str, float]:
         "prefill_compute": sealed.prefill_compute_s,
         "kv_pack": sealed.kv_pack_s,
     }
-
-
-class _Unwrapped:
-    """Raises the first ServiceError of a task group instead of the group."""
-
-    async def __aenter__(self) -> None:
-        """Nothing to set up."""
-
-    async def __aexit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """Unwrap; anything but a service error stays in its group."""
-        if isinstance(error, ExceptionGroup):
-            for inner in error.exceptions:
-                if isinstance(inner, ServiceError):
-                    raise inner from error

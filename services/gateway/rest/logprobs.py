@@ -1,0 +1,85 @@
+"""Log probabilities in the two shapes of the OpenAI reference. Pure.
+
+JSON has no infinities: a probability of zero is written as the reference's -9999.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from services.gateway.events import Logprob
+
+IMPOSSIBLE: Final = -9999.0
+
+
+def number(logprob: float) -> float:
+    """A log probability that JSON can carry."""
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE
+
+
+def token_text(token_bytes: bytes) -> str:
+    """One token alone as text; a part of a character shows as U+FFFD."""
+    return token_bytes.decode("utf-8", "replace")
+
+
+def chat_entry(logprob: Logprob) -> dict[str, Any]:
+    """An entry of `choices[].logprobs.content`."""
+    return {**_entry(logprob), "top_logprobs": [_entry(one) for one in logprob.top]}
+
+
+def _entry(logprob: Logprob) -> dict[str, Any]:
+    return {
+        "token": token_text(logprob.token_bytes),
+        "logprob": number(logprob.logprob),
+        "bytes": list(logprob.token_bytes),
+    }
+
+
+def chat_logprobs(entries: Sequence[Logprob]) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat answer."""
+    return {"content": [chat_entry(one) for one in entries], "refusal": None}
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of completions: parallel lists, with offsets into the whole text."""
+
+    def __init__(self, has_top: bool) -> None:
+        self._has_top = has_top
+        self._offset = 0
+
+    def echo(self, token_ids: Sequence[int], decode: Callable[[int], bytes]) -> dict[str, Any]:
+        """The prompt's tokens; their probabilities are null: they were not computed."""
+        texts = [token_text(decode(token_id)) for token_id in token_ids]
+        offsets = [self._advance(text) for text in texts]
+        nothing: list[None] = [None] * len(texts)
+        return {
+            "tokens": texts,
+            "token_logprobs": nothing,
+            "top_logprobs": list(nothing) if self._has_top else None,
+            "text_offset": offsets,
+        }
+
+    def of(self, entries: Sequence[Logprob]) -> dict[str, Any]:
+        """The next tokens."""
+        texts = [token_text(one.token_bytes) for one in entries]
+        return {
+            "tokens": texts,
+            "token_logprobs": [number(one.logprob) for one in entries],
+            "top_logprobs": [_top(one) for one in entries] if self._has_top else None,
+            "text_offset": [self._advance(text) for text in texts],
+        }
+
+    def _advance(self, text: str) -> int:
+        offset = self._offset
+        self._offset += len(text)
+        return offset
+
+
+def _top(logprob: Logprob) -> dict[str, float]:
+    """The alternatives by text; of two that read alike the likelier one, which comes first."""
+    found: dict[str, float] = {}
+    for one in logprob.top:
+        found.setdefault(token_text(one.token_bytes), number(one.logprob))
+    return found

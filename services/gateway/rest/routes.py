@@ -1,0 +1,352 @@
+"""The routes: each reads its request, asks the core, and answers in the shape its callers expect.
+
+Owns the table of paths. Every path but the health checks needs a credential (see `application`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.routing import Route
+
+from baton.errors import Reason, ServiceError
+from services.gateway.core import Ask, GatewayCore
+from services.gateway.measures import RequestLine
+from services.gateway.prefixes import PublishedPrefix
+from services.gateway.publishing import PublishOrder
+from services.gateway.request import CacheMode, ChatPrompt, TextPrompt
+from services.gateway.rest.answer import AnswerFrame, AnswerShape
+from services.gateway.rest.chat_answer import ChatShape
+from services.gateway.rest.chat_request import CONTENT_CHARS_MAX, read_chat_request, read_messages
+from services.gateway.rest.completion_answer import CompletionShape
+from services.gateway.rest.completion_request import PROMPT_TOKENS_MAX, read_completion_request
+from services.gateway.rest.context import RequestContext
+from services.gateway.rest.exchange import (
+    Receive,
+    Scope,
+    Send,
+    header,
+    read_body,
+    send_bytes,
+    send_json,
+)
+from services.gateway.rest.json_body import invalid, parse_object
+from services.gateway.rest.reader import ObjectReader, checked_text, checked_whole
+from services.gateway.rest.sampling_fields import CommonFields
+from services.gateway.rest.serve import Served, serve
+
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+IGNORED_HEADER_CHARS_MAX: Final = 1024
+TTL_S_MAX: Final = 10 * 365 * 86_400.0
+TENANTS_MAX: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestLimits:
+    """Bounds on one request over HTTP."""
+
+    body_bytes_max: int
+    answers_max: int
+    timeout_s: float
+    timeout_s_max: float
+
+
+class _Endpoint:
+    """An ASGI application made of one method, so that starlette leaves receive and send to us."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the exchange on."""
+        await self._handler(scope, receive, send)
+
+
+class Routes:
+    """The handlers, over one core."""
+
+    def __init__(self, core: GatewayCore, limits: RestLimits, version: str) -> None:
+        self._core = core
+        self._limits = limits
+        self._version = version
+
+    def table(self) -> list[Route]:
+        """Every route."""
+        gets: dict[str, Handler] = {
+            "/healthz": self._alive,
+            "/ping": self._alive,
+            "/readyz": self._ready,
+            "/health": self._ready,
+            "/version": self._show_version,
+            "/metrics": self._show_metrics,
+            "/v1/models": self._models,
+            "/v1/models/{model:path}": self._model,
+            "/v1/prefixes": self._list_prefixes,
+        }
+        posts: dict[str, Handler] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._complete,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            "/v1/prefixes": self._publish,
+        }
+        routes = [_route(path, handler, ("GET", "HEAD")) for path, handler in gets.items()]
+        routes += [_route(path, handler, ("POST",)) for path, handler in posts.items()]
+        routes.append(_route("/v1/prefixes/{id:path}", self._delete_prefix, ("DELETE",)))
+        return routes
+
+    # --- health and facts ----------------------------------------------------------------------
+
+    async def _alive(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await send_bytes(send, 200, b"ok\n", {"content-type": "text/plain; charset=utf-8"})
+
+    async def _ready(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        status, text = (200, b"ok\n") if self._core.is_ready() else (503, b"not ready\n")
+        await send_bytes(send, status, text, {"content-type": "text/plain; charset=utf-8"})
+
+    async def _show_version(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await send_json(send, {"version": self._version})
+
+    async def _show_metrics(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        text = self._core.measures.exposition()
+        await send_bytes(send, 200, text, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def _models(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await send_json(send, {"object": "list", "data": [self._model_body()]})
+
+    async def _model(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        self._core.model.require(scope["path_params"]["model"])
+        await send_json(send, self._model_body())
+
+    def _model_body(self) -> dict[str, Any]:
+        model = self._core.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_wall_s,
+            "owned_by": "baton",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": self._core.context_max(),
+        }
+
+    # --- answers -------------------------------------------------------------------------------
+
+    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await self._body(scope, receive)
+        asked = read_chat_request(body, answers_max=self._limits.answers_max)
+        context = RequestContext.of(scope)
+        self._check_strict(scope, asked.ignored)
+        ask = self._ask(scope, asked.common, [(asked.prompt, "messages")])
+        members = await self._core.prepare(ask)
+        frame = self._frame("chatcmpl", context, asked.common, members[0 :: asked.common.answers])
+        await self._serve(scope, (receive, send), asked, (members, frame, ChatShape(frame)))
+
+    async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await self._body(scope, receive)
+        asked = read_completion_request(body, answers_max=self._limits.answers_max)
+        context = RequestContext.of(scope)
+        self._check_strict(scope, asked.ignored)
+        prompts = list(zip(asked.prompts, asked.prompt_paths, strict=True))
+        members = await self._core.prepare(self._ask(scope, asked.common, prompts))
+        firsts = members[0 :: asked.common.answers]
+        frame = self._frame("cmpl", context, asked.common, firsts)
+        echoes = None
+        if asked.has_echo:
+            echoes = [one.request.prompt.rendered.decode("utf-8", "replace") for one in firsts]
+        shape = CompletionShape(frame, echoes, self._core.model.tokenizer.decode_bytes)
+        await self._serve(scope, (receive, send), asked, (members, frame, shape))
+
+    async def _serve(
+        self,
+        scope: Scope,
+        ends: tuple[Receive, Send],
+        asked: Any,
+        answer: tuple[Any, AnswerFrame, AnswerShape],
+    ) -> None:
+        members, frame, shape = answer
+        context = RequestContext.of(scope)
+        line = RequestLine(
+            route="chat" if isinstance(shape, ChatShape) else "completions",
+            request_id=context.request_id,
+            tenant=context.tenant.name,
+            model=frame.model,
+            client_request_id=context.client_request_id,
+        )
+        served = Served(
+            members=members,
+            frame=frame,
+            shape=shape,
+            stream=asked.common.stream,
+            line=line,
+            headers=_ignored_headers(asked.ignored),
+        )
+        await serve(self._core, served, *ends)
+
+    def _ask(self, scope: Scope, common: CommonFields, prompts: list[Any]) -> Ask:
+        context = RequestContext.of(scope)
+        is_cache_off = (header(scope, "x-cache") or "").strip().lower() == "off"
+        return Ask(
+            tenant=context.tenant,
+            prompts=prompts,
+            sampling=common.sampling,
+            answers=common.answers,
+            cache_mode=CacheMode.OFF if is_cache_off else CacheMode.READ_WRITE,
+            cache_salt=common.cache_salt,
+            is_dropped_at_end=common.is_dropped_at_end,
+            timeout_s=self._timeout_s(scope),
+            model=common.model,
+            max_tokens_field=common.max_tokens_field,
+            request_id=context.request_id,
+        )
+
+    def _frame(
+        self, prefix: str, context: RequestContext, common: CommonFields, firsts: Any
+    ) -> AnswerFrame:
+        return AnswerFrame(
+            answer_id=f"{prefix}-{context.request_id}",
+            model=self._core.model.name,
+            created_wall_s=int(self._core.clock.wall_s()),
+            samples=common.answers,
+            has_logprobs=common.sampling.logprobs,
+            has_top_logprobs=common.sampling.top_logprobs > 0,
+            has_token_ids=common.has_token_ids,
+            prompt_token_ids=tuple(one.request.prompt.token_ids for one in firsts),
+        )
+
+    async def _body(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        return parse_object(await read_body(scope, receive, self._limits.body_bytes_max))
+
+    def _timeout_s(self, scope: Scope) -> float:
+        text = header(scope, "x-request-timeout")
+        if text is None:
+            return self._limits.timeout_s
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0.0 < seconds <= self._limits.timeout_s_max:
+            raise invalid(
+                f"X-Request-Timeout must be seconds above 0, at most {self._limits.timeout_s_max:g}",
+                "X-Request-Timeout",
+            )
+        return seconds
+
+    def _check_strict(self, scope: Scope, ignored: tuple[str, ...]) -> None:
+        if ignored and b"strict=1" in scope["query_string"].split(b"&"):
+            raise invalid(f"{ignored[0]} is not known here (strict=1)", ignored[0])
+
+    # --- tokens --------------------------------------------------------------------------------
+
+    async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reader = ObjectReader(await self._body(scope, receive))
+        self._core.model.require(reader.text("model", chars_max=512))
+        has_texts = reader.flag("return_token_strs")
+        if reader.has("messages"):
+            turns, _ = read_messages(reader)
+            has_header = reader.flag("add_generation_prompt", default=True)
+            encoded = await self._core.model.encode(
+                ChatPrompt(turns=turns, has_assistant_header=has_header), "messages"
+            )
+            ids = encoded.token_ids
+        else:
+            text = reader.text("prompt", chars_max=CONTENT_CHARS_MAX)
+            if text is None:
+                raise invalid("give prompt (a string) or messages", "prompt")
+            ids = ()
+            if text:
+                ids = (await self._core.model.encode(TextPrompt(text=text), "prompt")).token_ids
+        spell = self._core.model.tokenizer.token_text
+        body = {
+            "count": len(ids),
+            "max_model_len": self._core.context_max(),
+            "tokens": list(ids),
+            "token_strs": [spell(one) for one in ids] if has_texts else None,
+        }
+        await send_json(send, body)
+
+    async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reader = ObjectReader(await self._body(scope, receive))
+        self._core.model.require(reader.text("model", chars_max=512))
+        tokens = reader.items("tokens", count_max=PROMPT_TOKENS_MAX)
+        if tokens is None:
+            raise invalid("tokens must be a list of token ids", "tokens")
+        last = self._core.model.tokenizer.vocab_size - 1
+        ids = [checked_whole(one, f"tokens[{i}]", 0, last) for i, one in enumerate(tokens)]
+        text = self._core.model.tokenizer.decode(ids, skip_special=False)
+        await send_json(send, {"prompt": text})
+
+    # --- prefixes ------------------------------------------------------------------------------
+
+    async def _publish(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reader = ObjectReader(await self._body(scope, receive))
+        self._core.model.require(reader.text("model", chars_max=512))
+        order = _publish_order(reader)
+        tenant = RequestContext.of(scope).tenant
+        with self._core.limits.admitted(tenant.name, 1):
+            prefix = await self._core.publisher.publish(tenant, order)
+        await send_json(send, prefix_body(prefix))
+
+    async def _list_prefixes(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        found = await self._core.publisher.usable(RequestContext.of(scope).tenant)
+        await send_json(send, {"object": "list", "data": [prefix_body(one) for one in found]})
+
+    async def _delete_prefix(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        wanted = scope["path_params"]["id"]
+        await self._core.publisher.revoke(RequestContext.of(scope).tenant, wanted)
+        await send_json(send, {"id": wanted, "object": "prefix", "deleted": True})
+
+
+def _publish_order(reader: ObjectReader) -> PublishOrder:
+    name = reader.text("name", chars_max=128)
+    if name is None:
+        raise invalid("name must be given", "name")
+    text = reader.text("text", chars_max=CONTENT_CHARS_MAX)
+    if (text is None) == (not reader.has("messages")):
+        raise invalid("give either messages or text", "messages")
+    turns = () if text is not None else read_messages(reader)[0]
+    if reader.flag("pin"):
+        raise ServiceError(
+            Reason.UNSUPPORTED, "pin is not supported yet; leave it out", field="pin"
+        )
+    ttl_s = reader.real("ttl_s")
+    if ttl_s is not None and not 1.0 <= ttl_s <= TTL_S_MAX:
+        raise invalid(f"ttl_s must be from 1 to {TTL_S_MAX:g}", "ttl_s")
+    tenants = reader.items("tenants", count_max=TENANTS_MAX) or []
+    return PublishOrder(
+        name=name,
+        turns=turns,
+        text=text,
+        tenants=tuple(checked_text(one, f"tenants[{i}]", 64) for i, one in enumerate(tenants)),
+        ttl_s=ttl_s,
+    )
+
+
+def prefix_body(prefix: PublishedPrefix) -> dict[str, Any]:
+    """A published prefix as applications see it."""
+    return {
+        "id": prefix.prefix_id,
+        "object": "prefix",
+        "name": prefix.name,
+        "model": prefix.model,
+        "tokens": prefix.tokens,
+        "tenants": list(prefix.tenants),
+        "owner": prefix.owner_tenant,
+        "created": int(prefix.create_wall_s),
+        "expires": None if prefix.expire_wall_s is None else int(prefix.expire_wall_s),
+        "hits": prefix.hits,
+    }
+
+
+def _ignored_headers(ignored: tuple[str, ...]) -> dict[str, str]:
+    if not ignored:
+        return {}
+    return {"x-baton-ignored-params": ",".join(ignored)[:IGNORED_HEADER_CHARS_MAX]}
+
+
+def _route(path: str, handler: Handler, methods: tuple[str, ...]) -> Route:
+    return Route(path, _Endpoint(handler), methods=list(methods))

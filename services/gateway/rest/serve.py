@@ -1,0 +1,133 @@
+"""Running a checked request over HTTP: whole or streamed, with every refusal before the first byte.
+
+Owns the exchange between an answer's events and the response: nothing is sent until the first token
+is there, so that a failing prefill is a proper HTTP error; later failures end the stream with an
+error event. A client that leaves cancels everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import ServiceError
+from services.gateway.answers import Events, Indexed, Member
+from services.gateway.core import GatewayCore
+from services.gateway.events import Completed, FirstToken
+from services.gateway.measures import RequestLine
+from services.gateway.rest.answer import (
+    AnswerFrame,
+    AnswerShape,
+    Choice,
+    UsageTally,
+    first_token_headers,
+)
+from services.gateway.rest.errors import body_of
+from services.gateway.rest.exchange import (
+    ClientGone,
+    Receive,
+    Send,
+    send_events,
+    send_json,
+    while_connected,
+)
+from services.gateway.rest.sampling_fields import StreamOptions
+from services.gateway.rest.sse import DONE, event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A checked request with the shape of its response."""
+
+    members: Sequence[Member]
+    frame: AnswerFrame
+    shape: AnswerShape
+    stream: StreamOptions
+    line: RequestLine
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+async def serve(core: GatewayCore, served: Served, receive: Receive, send: Send) -> None:
+    """Answer; leaves one log line, whatever happens."""
+    line, started_s = served.line, core.clock.monotonic_s()
+    exchange = _Exchange(core, served, send)
+    try:
+        await while_connected(receive, exchange.run())
+        line.outcome = "failed" if line.error is not None else "ok"
+    except ServiceError as error:
+        line.outcome = "refused" if not line.answers else "failed"
+        line.error = error.reason
+        raise
+    except ClientGone:
+        line.outcome = "cancelled"
+    finally:
+        line.elapsed_s = core.clock.monotonic_s() - started_s
+        core.measures.count(line)
+
+
+class _Exchange:
+    """One response being written."""
+
+    def __init__(self, core: GatewayCore, served: Served, send: Send) -> None:
+        self._core = core
+        self._served = served
+        self._send = send
+        self._usage = UsageTally(served.frame)
+
+    async def run(self) -> None:
+        async with self._core.run(self._served.members) as events:
+            early, first = await self._until_first_token(events)
+            headers = {**self._served.headers, **first_token_headers(first)}
+            if self._served.stream.is_stream:
+                await send_events(self._send, self._stream(early, events), headers)
+            else:
+                await self._whole(early, events, headers)
+
+    async def _until_first_token(self, events: Events) -> tuple[list[Indexed], FirstToken]:
+        early: list[Indexed] = []
+        async for item in events:
+            early.append(item)
+            if isinstance(item.event, FirstToken):
+                return early, item.event
+        raise AssertionError("an answer has a first token or raises")
+
+    def _note(self, item: Indexed) -> None:
+        self._usage.note(item.index, item.event)
+        if isinstance(item.event, Completed):
+            self._served.line.answers.append(item.event)
+
+    async def _whole(self, early: list[Indexed], events: Events, headers: dict[str, str]) -> None:
+        choices = [Choice() for _ in self._served.members]
+        for item in early:
+            self._note(item)
+            choices[item.index].note(item.event)
+        async for item in events:
+            self._note(item)
+            choices[item.index].note(item.event)
+        body = self._served.shape.whole(choices, self._usage.body())
+        await send_json(self._send, body, headers=headers)
+
+    async def _stream(self, early: list[Indexed], events: Events) -> AsyncIterator[bytes]:
+        try:
+            for item in early:
+                for data in self._chunks(item):
+                    yield data
+            async for item in events:
+                for data in self._chunks(item):
+                    yield data
+        except ServiceError as error:
+            self._served.line.error = error.reason
+            yield event(body_of(error))
+        else:
+            if self._served.stream.has_usage:
+                yield event(self._served.shape.usage_chunk(self._usage.body()))
+        yield DONE
+
+    def _chunks(self, item: Indexed) -> list[bytes]:
+        self._note(item)
+        stream = self._served.stream
+        made = self._served.shape.chunks(item.index, item.event)
+        if stream.has_usage:
+            usage = self._usage.body() if stream.has_continuous_usage else None
+            made = [{**chunk, "usage": usage} for chunk in made]
+        return [event(chunk) for chunk in made]
