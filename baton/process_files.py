@@ -42,6 +42,11 @@ def write_private(path: Path, data: bytes) -> None:
         ) from error
 
 
+def write_port_file(path: Path, address: str) -> None:
+    """Says that `address` ("host:port") answers now; call it when ready to serve."""
+    write_private(path, f"{address}\n".encode("ascii"))
+
+
 def read_port_file(path: Path) -> str | None:
     """The "host:port" in a port file; None where there is none yet. INVALID_REQUEST for other
     text.
@@ -74,6 +79,6 @@ class PortFile:
     async def set_ready(self, is_ready: bool) -> None:
         """Writes the file when ready, removes it when not."""
         if is_ready:
-            write_private(self._path, f"{self._address}\n".encode("ascii"))
+            write_port_file(self._path, self._address)
         else:
             self._path.unlink(missing_ok=True)

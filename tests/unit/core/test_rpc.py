@@ -174,11 +174,14 @@ async def test_a_handler_cancelled_by_its_own_service_answers_at_once() -> None:
         await asyncio.Event().wait()
         return b""
 
-    async with serving(Cancelled=unary(cancelled)) as (_server, channel):
+    recorder = Recorder()
+    async with serving(recorder, Cancelled=unary(cancelled)) as (_server, channel):
         async with asyncio.timeout(5.0):
             with pytest.raises(ServiceError) as failed:
                 await channel.unary_unary(method("Cancelled"))(b"", timeout=60.0)
+            await recorder.first_handled.wait()
     assert failed.value.reason is Reason.CANCELLED
+    assert recorder.handled == [(method("Cancelled"), grpc.StatusCode.ABORTED)]
 
 
 @pytest.mark.parametrize("kind", ["unary", "stream"])
@@ -213,6 +216,12 @@ async def test_a_handlers_own_cancel_answers_at_once(kind: str) -> None:
 async def test_a_client_cancel_reaches_the_handler_and_closes_its_generator() -> None:
     """What a handler holds must be free at once, not when the garbage collector comes by."""
     closed = asyncio.Event()
+    kept: list[AsyncIterator[bytes]] = []
+
+    def endless_and_kept(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        # Somebody else's reference must not delay the close.
+        kept.append(endless(request, context))
+        return kept[0]
 
     async def endless(request: bytes, context: Any) -> AsyncIterator[bytes]:
         try:
@@ -222,7 +231,7 @@ async def test_a_client_cancel_reaches_the_handler_and_closes_its_generator() ->
             closed.set()
 
     recorder = Recorder()
-    handler = grpc.unary_stream_rpc_method_handler(endless)
+    handler = grpc.unary_stream_rpc_method_handler(endless_and_kept)
     async with serving(recorder, Endless=handler) as (server, channel):
         call = channel.unary_stream(method("Endless"))(b"")
         assert await call.read() == b"x" * 1000
