@@ -1,1 +1,3 @@
-"""What tests share: clocks moved by hand, seeded faults, tiny models. Never imported by a service."""
+"""What tests share: clocks moved by hand, seeded faults, tiny models. Never imported by a
+service.
+"""
