@@ -176,6 +176,24 @@ def raise_cluster_failure(group: BaseExceptionGroup[BaseException]) -> None:
     raise group
 
 
+def run_until_stopped(options: ClusterOptions) -> None:
+    """Prepare, run and stop a cluster; raises CommandFailed for what the user can mend."""
+    check_port(options.host, options.http_port)
+    ensure_model(options.model)
+    try:
+        with (
+            RunDir(options.run_dir) as held,
+            ClusterView(is_live=sys.stdout.isatty()) as view,
+        ):
+            cluster = prepare(options, held, on_change=view.show)
+            url = f"http://{options.host}:{options.http_port}"
+            asyncio.run(run_cluster(cluster, view, url))
+    except RunDirBusy as problem:
+        raise CommandFailed(str(problem), remedy="stop it with `baton down`") from problem
+    except BaseExceptionGroup as group:
+        raise_cluster_failure(group)
+
+
 def up(
     model: Annotated[str, typer.Option(envvar="BATON_UP_MODEL", help="Name or path.")] = (
         MODEL_DEFAULT
@@ -236,19 +254,7 @@ def up(
         tenants_file=tenants_file,
         log_level=log_level,
     )
-    check_port(options.host, http_port)
-    ensure_model(model)
-    try:
-        with (
-            RunDir(options.run_dir) as held,
-            ClusterView(is_live=sys.stdout.isatty()) as view,
-        ):
-            cluster = prepare(options, held, on_change=view.show)
-            asyncio.run(run_cluster(cluster, view, f"http://{options.host}:{http_port}"))
-    except RunDirBusy as problem:
-        raise CommandFailed(str(problem), remedy="stop it with `baton down`") from problem
-    except BaseExceptionGroup as group:
-        raise_cluster_failure(group)
+    run_until_stopped(options)
 
 
 def down(

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import httpx
-from grpc_health.v1 import health_pb2
 
 from baton.launcher.plan import ChildSpec
+from baton.rpc.health import is_serving
 
 RESTARTS_MAX: Final = 5
 RESTART_WINDOW_S: Final = 60.0
@@ -32,7 +32,6 @@ PROBE_INTERVAL_S: Final = 0.1
 PROBE_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 5.0
-HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
 LOG_TAIL_BYTES: Final = 16_384
 
 
@@ -90,21 +89,25 @@ class Supervisor:
 
     async def __aenter__(self) -> Supervisor:
         """Start every child and wait until all serve; on failure all are stopped again."""
+        is_up = False
+        try:
+            await self._start_all()
+            is_up = True
+        finally:
+            if not is_up:
+                await self.stop()
+        return self
+
+    async def _start_all(self) -> None:
         try:
             async with asyncio.timeout(self._ready_timeout_s), asyncio.TaskGroup() as group:
                 for child in self.children:
                     await self._spawn(child)
                     group.create_task(self._become_ready(child))
         except* ClusterFailed as failures:
-            await self.stop()
             raise failures.exceptions[0] from None
         except* TimeoutError:
-            await self.stop()
             raise self._too_slow() from None
-        except* BaseException:
-            await self.stop()
-            raise
-        return self
 
     async def __aexit__(self, *_exc: object) -> None:
         await self.stop()
@@ -173,12 +176,7 @@ class Supervisor:
 
     async def _probe_until_ready(self, child: Child) -> None:
         async with grpc.aio.insecure_channel(child.spec.grpc_address) as channel:
-            check = channel.unary_unary(
-                HEALTH_CHECK,
-                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=health_pb2.HealthCheckResponse.FromString,
-            )
-            while not await _is_serving(check):
+            while not await is_serving(channel, PROBE_TIMEOUT_S):
                 await self._pause(PROBE_INTERVAL_S)
         if child.spec.ready_url is not None:
             async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
@@ -241,15 +239,6 @@ class Supervisor:
     def _change(self, child: Child, state: ChildState) -> None:
         child.state = state
         self._on_change(child)
-
-
-async def _is_serving(check: grpc.aio.UnaryUnaryMultiCallable[Any, Any]) -> bool:
-    request = health_pb2.HealthCheckRequest(service="readiness")
-    try:
-        answer = await check(request, timeout=PROBE_TIMEOUT_S)
-    except grpc.aio.AioRpcError:
-        return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def _answers_ok(client: httpx.AsyncClient, url: str) -> bool:
