@@ -16,7 +16,7 @@ from baton.api.kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.arena import client_wire as wire
 from baton.arena.append import AppendEntry, AppendOutcome
 from baton.arena.mapping import ArenaShape, MappedArena
-from baton.arena.replay import GrantedPage, LogView, PageRow, ReplayPiece, fold_replay
+from baton.arena.replay import GrantedPage, HeldLog, LogView, PageRow, ReplayPiece, fold_replay
 from baton.arena.ticket_socket import fetch_descriptor
 from baton.engine.sampling import SampledToken
 from baton.errors import Reason, ServiceError
@@ -31,14 +31,6 @@ CALL_TIMEOUT_S: Final = 10.0
 REPLAY_TIMEOUT_S: Final = 30.0
 SOCKET_TIMEOUT_S: Final = 5.0
 REPLAY_PIECES_MAX: Final = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldLog:
-    """A log this worker writes, and the generation it writes at."""
-
-    log_id: bytes
-    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

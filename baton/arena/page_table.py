@@ -40,6 +40,11 @@ class PageTable:
         return self._block_tokens
 
     @property
+    def row_count(self) -> int:
+        """Pages that are rows."""
+        return len(self._rows)
+
+    @property
     def capacity(self) -> int:
         """Positions that rows and spare pages can hold."""
         return (len(self._rows) + len(self._spare)) * self._block_tokens

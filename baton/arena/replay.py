@@ -17,6 +17,14 @@ from baton.sampling_parameters import SamplingParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldLog:
+    """A log this worker writes, and the generation it writes at."""
+
+    log_id: bytes
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedPage:
     """A page this log's writer may write, under the page generation it was granted with."""
 
@@ -63,6 +71,11 @@ class LogHead:
     logprobs: tuple[LoggedLogprob, ...] = ()
     writer_worker_id: str | None = None
     base_numeric_class: str | None = None
+
+    @property
+    def held(self) -> HeldLog:
+        """The log at the generation it was replayed at."""
+        return HeldLog(log_id=self.log_id, generation=self.generation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

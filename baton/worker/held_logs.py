@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from baton.arena.client import HeldLog
+from baton.arena.replay import HeldLog
 from baton.errors import ServiceError
 from baton.worker.threads import Progress
 

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.arena.checksums import chunk_pages, commit_rows
-from baton.arena.client import HeldLog
 from baton.arena.page_table import PageTable
-from baton.arena.replay import LogView
+from baton.arena.replay import HeldLog, LogView
 from baton.engine.transformer import ComputeCancelled
 from baton.errors import Reason, ServiceError
 from baton.kv.digests import ChunkPage, chunk_list_digest

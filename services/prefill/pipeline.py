@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from baton.arena.client import HeldLog
-from baton.arena.replay import LogView
+from baton.arena.replay import HeldLog, LogView
 from baton.clock import Clock
 from baton.errors import Reason, ServiceError
 from baton.kv.label import PairLabel, require_match

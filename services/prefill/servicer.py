@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 
 from baton.api.prefill.v1 import prefill_pb2, prefill_pb2_grpc
-from baton.arena.client import HeldLog
+from baton.arena.replay import HeldLog
 from baton.errors import Reason, ServiceError
 from baton.ids import LOG_ID_BYTES
 from baton.text.stream import TokenBytes

@@ -1,0 +1,1 @@
+"""The decode worker: continues sealed logs token by token in continuous batches."""

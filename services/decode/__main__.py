@@ -1,0 +1,80 @@
+"""Wires and runs the decode worker."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final
+
+from baton.api.decode.v1 import decode_pb2_grpc
+from baton.arena.append_stream import AppendLimits, AppendStream
+from baton.config import load_config_or_exit
+from baton.heartbeat import Load, Role
+from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
+from baton.log import configure_logging
+from baton.worker.serving import Background, open_shell, serve_worker
+from services.decode.config import DecodeConfig
+from services.decode.joining import Joiner
+from services.decode.measures import DecodeMeasures
+from services.decode.runner import Runner, RunnerTools
+from services.decode.scheduler import SlotScheduler
+from services.decode.servicer import DecodeServicer
+
+SERVICE_NAME: Final = "baton.api.decode.v1.DecodeService"
+NAME: Final = "decode"
+
+
+async def wire(service: Service, config: DecodeConfig) -> None:
+    """Builds the worker and starts its parts."""
+    shell = await open_shell(service, config, Role.DECODE)
+    measures = DecodeMeasures(shell.metrics)
+    slots = SlotScheduler(config.active_sequences_max)
+    appends = AppendStream(
+        shell.parts.store.open_append,
+        (config.worker_id, shell.capability),
+        service.clock,
+        AppendLimits(entries_max=config.active_sequences_max),
+    )
+    joiner = Joiner(shell.parts, service.clock, measures, config.chunk_tokens)
+    runner = Runner(
+        RunnerTools(
+            parts=shell.parts,
+            slots=slots,
+            appends=appends,
+            joiner=joiner,
+            measures=measures,
+            clock=service.clock,
+        )
+    )
+    shell.server.register(
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server,
+        DecodeServicer(runner, shell.parts.label, shell.parts.tokenizer),
+        SERVICE_NAME,
+    )
+
+    def load() -> Load:
+        return Load(
+            active=slots.active,
+            queued=slots.reserved,
+            active_max=slots.active_max,
+            token_rate=measures.token_rate,
+            tpot_s=measures.tpot_s,
+        )
+
+    async def drain() -> None:
+        await runner.drain_within(DRAIN_TIMEOUT_S)
+
+    await serve_worker(shell, load, lambda: runner.is_draining)
+    # Started last, so stopped first: sequences are handed back while their streams still stand.
+    await service.start("sequences", Background(service, "sequences", runner.run, drain))
+
+
+def main() -> None:
+    """The console script `baton-decode`."""
+    config = load_config_or_exit(DecodeConfig, NAME, sys.argv[1:], os.environ)
+    configure_logging(NAME, level=config.log_level.upper())
+    sys.exit(run_service(NAME, lambda service: wire(service, config)))
+
+
+if __name__ == "__main__":
+    main()

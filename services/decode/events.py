@@ -1,0 +1,79 @@
+"""What happens to sequences, and what gateways ask for. Pure data.
+
+Owns the shapes that the runner speaks; the servicer turns them into messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.arena.replay import HeldLog
+from baton.errors import ServiceError
+from baton.kv.label import PairLabel
+from baton.worker.output import OutputToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCounts:
+    """Usage of one answer."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A hand-off is done: the sequence runs at `generation` from `position` tokens on."""
+
+    generation: int
+    position: int
+    kv_transfer_s: float
+    exactness: str
+    prefill_compute_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced:
+    """A token whose record is acked; `usage` with the last one."""
+
+    token: OutputToken
+    usage: TokenCounts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The sequence failed or was refused; nothing follows."""
+
+    error: ServiceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceEvent:
+    """Something that happened to the sequence of one request."""
+
+    request_id: str
+    what: Started | Produced | Failed
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing follows for this request."""
+        if isinstance(self.what, Produced):
+            return self.what.token.finish_reason is not None
+        return isinstance(self.what, Failed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOrder:
+    """A gateway hands over a log. Tokens from output index `next_index` on are wanted.
+
+    `deadline_s` counts from now; None: no deadline. `label` None: the gateway did not say.
+    """
+
+    request_id: str
+    log: HeldLog
+    capability: str
+    next_index: int
+    is_local_prefill: bool
+    label: PairLabel | None = None
+    deadline_s: float | None = None
