@@ -70,6 +70,7 @@ def _malformed(remedy: str) -> ServiceError:
 
 TORCH_F32: Final = NumericClass.parse("weights=f32 act=f32 acc=f32 kv=f32 invariant=no")
 TORCH_BF16: Final = NumericClass.parse("weights=bf16 act=bf16 acc=f32 kv=bf16 invariant=no")
+TORCH_Q4_1: Final = NumericClass.parse("weights=q4_1 act=bf16 acc=f32 kv=bf16 invariant=no")
 NATIVE_Q4_1: Final = NumericClass.parse("weights=q4_1 act=int16 acc=f32 kv=bf16 invariant=no")
 
 
@@ -100,5 +101,7 @@ class CompatPolicy:
 STRICT_POLICY: Final = CompatPolicy(readable=frozenset())
 """Every class reads only its own KV."""
 
-DEFAULT_POLICY: Final = CompatPolicy.of_mutual([(TORCH_BF16, NATIVE_Q4_1)])
-"""Torch bf16 and the native decode class read each other's KV."""
+DEFAULT_POLICY: Final = CompatPolicy.of_mutual(
+    [(TORCH_BF16, NATIVE_Q4_1), (TORCH_Q4_1, NATIVE_Q4_1)]
+)
+"""Torch bf16, whatever format its weights came from, and the native decode class read each other."""

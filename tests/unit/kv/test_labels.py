@@ -16,6 +16,7 @@ from baton.kv.numeric import (
     NATIVE_Q4_1,
     STRICT_POLICY,
     TORCH_BF16,
+    TORCH_Q4_1,
     TORCH_F32,
     NumericClass,
 )
@@ -82,7 +83,8 @@ def test_default_policy_pairs_torch_bf16_with_the_native_class() -> None:
     assert first_mismatch(native, LABEL) is None
     assert first_mismatch(LABEL, native, STRICT_POLICY) == "numeric_class"
     assert first_mismatch(LABEL, LABEL, STRICT_POLICY) is None
-    assert DEFAULT_POLICY.writers_for(NATIVE_Q4_1.id) == {TORCH_BF16.id, NATIVE_Q4_1.id}
+    expected = {TORCH_BF16.id, TORCH_Q4_1.id, NATIVE_Q4_1.id}
+    assert DEFAULT_POLICY.writers_for(NATIVE_Q4_1.id) == expected
     assert DEFAULT_POLICY.writers_for(TORCH_F32.id) == {TORCH_F32.id}
 
 
