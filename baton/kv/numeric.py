@@ -104,4 +104,4 @@ STRICT_POLICY: Final = CompatPolicy(readable=frozenset())
 DEFAULT_POLICY: Final = CompatPolicy.of_mutual(
     [(TORCH_BF16, NATIVE_Q4_1), (TORCH_Q4_1, NATIVE_Q4_1)]
 )
-"""Torch bf16, whatever format its weights came from, and the native decode class read each other."""
+"""Torch bf16, whatever its weights came from, and the native decode class read each other."""

@@ -16,8 +16,8 @@ from baton.kv.numeric import (
     NATIVE_Q4_1,
     STRICT_POLICY,
     TORCH_BF16,
-    TORCH_Q4_1,
     TORCH_F32,
+    TORCH_Q4_1,
     NumericClass,
 )
 
