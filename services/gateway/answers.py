@@ -90,6 +90,7 @@ async def running(members: Sequence[Member], make: MakeRunner) -> AsyncIterator[
     """Run the members; the block reads their events. Leaving it ends what still runs."""
     events = Events(len(members))
     sealed = [asyncio.Event() for _ in members]
+    failure: Exception | None = None
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(_one(index, member, make, events, sealed))
@@ -97,9 +98,13 @@ async def running(members: Sequence[Member], make: MakeRunner) -> AsyncIterator[
         ]
         try:
             yield events
+        except Exception as error:  # noqa: BLE001  # raised below: the group would wrap it
+            failure = error
         finally:
             for task in tasks:
                 task.cancel()
+    if failure is not None:
+        raise failure
 
 
 async def _one(

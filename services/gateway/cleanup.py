@@ -6,6 +6,7 @@ the tasks belong to the service. Never raises towards the request.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from services.gateway.legs import Leg
 _log = structlog.stdlib.get_logger("baton.gateway.cleanup")
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], None]
+
+STOP_WAIT_S: Final = 4.0
 
 _ENDED_ALREADY: Final = frozenset({Reason.LOG_NOT_FOUND, Reason.NOT_FOUND, Reason.UNSUPPORTED})
 
@@ -33,6 +36,23 @@ class Cleanup:
         self._decodes = decodes
         self._spawn = spawn
         self._pending = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def start(self) -> None:
+        """Nothing: work comes when logs end."""
+
+    async def drain(self) -> None:
+        """Returns when every ended log is closed."""
+        await self._is_idle.wait()
+
+    async def stop(self) -> None:
+        """Gives what is left a last moment; each call has its own deadline."""
+        try:
+            async with asyncio.timeout(STOP_WAIT_S):
+                await self._is_idle.wait()
+        except TimeoutError:
+            _log.warning("clean_up_left", pending=self._pending)
 
     @property
     def pending(self) -> int:
@@ -43,6 +63,7 @@ class Cleanup:
         """Close a log that has its answer; fence one that has not, and stop who works on it."""
         work = self._close(leg) if is_complete else self._abandon(leg)
         self._pending += 1
+        self._is_idle.clear()
         self._spawn(f"end-log-{leg.request.request_id}", self._counted(work))
 
     async def _counted(self, work: Awaitable[None]) -> None:
@@ -50,6 +71,8 @@ class Cleanup:
             await work
         finally:
             self._pending -= 1
+            if self._pending == 0:
+                self._is_idle.set()
 
     async def _abandon(self, leg: Leg) -> None:
         """The fence first: from then on nobody writes, whatever the worker does."""

@@ -243,6 +243,12 @@ class DecodeStreams:
             elif not is_alive and silence_s > self._hub.dead_after_s:
                 stream.lose(f"the decode worker was silent for {silence_s:.1f} s")
 
+    async def start(self) -> None:
+        """Nothing: streams open at first use."""
+
+    async def drain(self) -> None:
+        """Nothing: running answers go on until their requests end."""
+
     async def stop(self) -> None:
         """Close every stream; their sequences hear it."""
         for stream in self._streams.values():

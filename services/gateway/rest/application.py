@@ -127,9 +127,7 @@ def _answer(error: Exception) -> ErrorAnswer:
 
 def _refusal(error: HTTPException) -> HttpRefusal:
     if error.status_code == 404:
-        return HttpRefusal(
-            404, "there is nothing at this path; see docs for the routes", "not_found"
-        )
+        return HttpRefusal(404, "there is nothing at this path", "not_found")
     if error.status_code == 405:
         headers = dict(error.headers or {})
         return HttpRefusal(

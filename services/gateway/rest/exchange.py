@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing
 from typing import Any, Final
 
 from services.gateway.rest.errors import HttpRefusal
@@ -120,12 +121,15 @@ async def send_json(
     await send_bytes(send, status, encode_json(value), named)
 
 
-async def send_events(send: Send, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+async def send_events(
+    send: Send, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
+) -> None:
     """A stream of server-sent events, each flushed as it comes."""
     start = {"type": "http.response.start", "status": 200}
     await send({**start, "headers": raw_headers({**SSE_HEADERS, **headers})})
-    async for event in events:
-        await send({"type": "http.response.body", "body": event, "more_body": True})
+    async with aclosing(events):
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

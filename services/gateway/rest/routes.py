@@ -6,7 +6,7 @@ Owns the table of paths. Every path but the health checks needs a credential (se
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,12 +14,13 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.routing import Route
 
 from baton.errors import Reason, ServiceError
+from services.gateway.answers import Member
 from services.gateway.core import Ask, GatewayCore
 from services.gateway.measures import RequestLine
 from services.gateway.prefixes import PublishedPrefix
 from services.gateway.publishing import PublishOrder
 from services.gateway.request import CacheMode, ChatPrompt, TextPrompt
-from services.gateway.rest.answer import AnswerFrame, AnswerShape
+from services.gateway.rest.answer import AnswerFrame
 from services.gateway.rest.chat_answer import ChatShape
 from services.gateway.rest.chat_request import CONTENT_CHARS_MAX, read_chat_request, read_messages
 from services.gateway.rest.completion_answer import CompletionShape
@@ -37,7 +38,7 @@ from services.gateway.rest.exchange import (
 from services.gateway.rest.json_body import invalid, parse_object
 from services.gateway.rest.reader import ObjectReader, checked_text, checked_whole
 from services.gateway.rest.sampling_fields import CommonFields
-from services.gateway.rest.serve import Served, serve
+from services.gateway.rest.serve import Served, accounted, serve
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 IGNORED_HEADER_CHARS_MAX: Final = 1024
@@ -137,55 +138,55 @@ class Routes:
     # --- answers -------------------------------------------------------------------------------
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._body(scope, receive)
-        asked = read_chat_request(body, answers_max=self._limits.answers_max)
-        context = RequestContext.of(scope)
-        self._check_strict(scope, asked.ignored)
-        ask = self._ask(scope, asked.common, [(asked.prompt, "messages")])
-        members = await self._core.prepare(ask)
-        frame = self._frame("chatcmpl", context, asked.common, members[0 :: asked.common.answers])
-        await self._serve(scope, (receive, send), asked, (members, frame, ChatShape(frame)))
+        line = self._line(scope, "chat")
+        with accounted(self._core, line):
+            asked = read_chat_request(
+                await self._body(scope, receive), answers_max=self._limits.answers_max
+            )
+            self._check_strict(scope, asked.ignored)
+            ask = self._ask(scope, asked.common, [(asked.prompt, "messages")])
+            members = await self._core.prepare(ask)
+            frame = self._frame("chatcmpl", scope, asked.common, members)
+            served = Served(
+                members=members,
+                frame=frame,
+                shape=ChatShape(frame),
+                stream=asked.common.stream,
+                line=line,
+                headers=_ignored_headers(asked.ignored),
+            )
+            await serve(self._core, served, receive, send)
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._body(scope, receive)
-        asked = read_completion_request(body, answers_max=self._limits.answers_max)
-        context = RequestContext.of(scope)
-        self._check_strict(scope, asked.ignored)
-        prompts = list(zip(asked.prompts, asked.prompt_paths, strict=True))
-        members = await self._core.prepare(self._ask(scope, asked.common, prompts))
-        firsts = members[0 :: asked.common.answers]
-        frame = self._frame("cmpl", context, asked.common, firsts)
-        echoes = None
-        if asked.has_echo:
-            echoes = [one.request.prompt.rendered.decode("utf-8", "replace") for one in firsts]
-        shape = CompletionShape(frame, echoes, self._core.model.tokenizer.decode_bytes)
-        await self._serve(scope, (receive, send), asked, (members, frame, shape))
+        line = self._line(scope, "completions")
+        with accounted(self._core, line):
+            asked = read_completion_request(
+                await self._body(scope, receive), answers_max=self._limits.answers_max
+            )
+            self._check_strict(scope, asked.ignored)
+            prompts = list(zip(asked.prompts, asked.prompt_paths, strict=True))
+            members = await self._core.prepare(self._ask(scope, asked.common, prompts))
+            frame = self._frame("cmpl", scope, asked.common, members)
+            echoes = _echoes(members[:: asked.common.answers]) if asked.has_echo else None
+            served = Served(
+                members=members,
+                frame=frame,
+                shape=CompletionShape(frame, echoes, self._core.model.tokenizer.decode_bytes),
+                stream=asked.common.stream,
+                line=line,
+                headers=_ignored_headers(asked.ignored),
+            )
+            await serve(self._core, served, receive, send)
 
-    async def _serve(
-        self,
-        scope: Scope,
-        ends: tuple[Receive, Send],
-        asked: Any,
-        answer: tuple[Any, AnswerFrame, AnswerShape],
-    ) -> None:
-        members, frame, shape = answer
+    def _line(self, scope: Scope, route: str) -> RequestLine:
         context = RequestContext.of(scope)
-        line = RequestLine(
-            route="chat" if isinstance(shape, ChatShape) else "completions",
+        return RequestLine(
+            route=route,
             request_id=context.request_id,
             tenant=context.tenant.name,
-            model=frame.model,
+            model=self._core.model.name,
             client_request_id=context.client_request_id,
         )
-        served = Served(
-            members=members,
-            frame=frame,
-            shape=shape,
-            stream=asked.common.stream,
-            line=line,
-            headers=_ignored_headers(asked.ignored),
-        )
-        await serve(self._core, served, *ends)
 
     def _ask(self, scope: Scope, common: CommonFields, prompts: list[Any]) -> Ask:
         context = RequestContext.of(scope)
@@ -205,10 +206,11 @@ class Routes:
         )
 
     def _frame(
-        self, prefix: str, context: RequestContext, common: CommonFields, firsts: Any
+        self, prefix: str, scope: Scope, common: CommonFields, members: Sequence[Member]
     ) -> AnswerFrame:
+        firsts = members[:: common.answers]
         return AnswerFrame(
-            answer_id=f"{prefix}-{context.request_id}",
+            answer_id=f"{prefix}-{RequestContext.of(scope).request_id}",
             model=self._core.model.name,
             created_wall_s=int(self._core.clock.wall_s()),
             samples=common.answers,
@@ -231,7 +233,7 @@ class Routes:
             seconds = math.nan
         if not 0.0 < seconds <= self._limits.timeout_s_max:
             raise invalid(
-                f"X-Request-Timeout must be seconds above 0, at most {self._limits.timeout_s_max:g}",
+                f"X-Request-Timeout must be above 0 and at most {self._limits.timeout_s_max:g} s",
                 "X-Request-Timeout",
             )
         return seconds
@@ -340,6 +342,11 @@ def prefix_body(prefix: PublishedPrefix) -> dict[str, Any]:
         "expires": None if prefix.expire_wall_s is None else int(prefix.expire_wall_s),
         "hits": prefix.hits,
     }
+
+
+def _echoes(firsts: Sequence[Member]) -> list[str]:
+    """The prompts as text, one per prompt."""
+    return [one.request.prompt.rendered.decode("utf-8", "replace") for one in firsts]
 
 
 def _ignored_headers(ignored: tuple[str, ...]) -> dict[str, str]:

@@ -7,10 +7,11 @@ error event. A client that leaves cancels everything.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from baton.errors import ServiceError
+from baton.errors import Reason, ServiceError
 from services.gateway.answers import Events, Indexed, Member
 from services.gateway.core import GatewayCore
 from services.gateway.events import Completed, FirstToken
@@ -47,22 +48,31 @@ class Served:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-async def serve(core: GatewayCore, served: Served, receive: Receive, send: Send) -> None:
-    """Answer; leaves one log line, whatever happens."""
-    line, started_s = served.line, core.clock.monotonic_s()
-    exchange = _Exchange(core, served, send)
+@contextmanager
+def accounted(core: GatewayCore, line: RequestLine) -> Iterator[None]:
+    """The block answers one request; it leaves one log line, however it ends."""
+    started_s = core.clock.monotonic_s()
     try:
-        await while_connected(receive, exchange.run())
+        yield
         line.outcome = "failed" if line.error is not None else "ok"
     except ServiceError as error:
-        line.outcome = "refused" if not line.answers else "failed"
+        line.outcome = "refused" if error.row.http_status < 500 else "failed"
         line.error = error.reason
         raise
     except ClientGone:
         line.outcome = "cancelled"
+        raise
+    except Exception:
+        line.outcome, line.error = "failed", Reason.INTERNAL
+        raise
     finally:
         line.elapsed_s = core.clock.monotonic_s() - started_s
         core.measures.count(line)
+
+
+async def serve(core: GatewayCore, served: Served, receive: Receive, send: Send) -> None:
+    """Answer; raises ServiceError while nothing was sent, ClientGone when nobody reads."""
+    await while_connected(receive, _Exchange(core, served, send).run())
 
 
 class _Exchange:
@@ -107,7 +117,7 @@ class _Exchange:
         body = self._served.shape.whole(choices, self._usage.body())
         await send_json(self._send, body, headers=headers)
 
-    async def _stream(self, early: list[Indexed], events: Events) -> AsyncIterator[bytes]:
+    async def _stream(self, early: list[Indexed], events: Events) -> AsyncGenerator[bytes, None]:
         try:
             for item in early:
                 for data in self._chunks(item):

@@ -1,0 +1,276 @@
+"""Wires and runs the gateway."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from baton.api.gateway.v1 import gateway_pb2_grpc
+from baton.capability import CapabilitySigner, CapabilityVerifier, is_dev_key, key_or_dev
+from baton.client import ChannelPool
+from baton.config import load_config_or_exit
+from baton.engine.config import read_config
+from baton.errors import ServiceError, StartupError
+from baton.http_server import HttpServer
+from baton.ids import new_incarnation
+from baton.lifecycle import Service, every, run_service
+from baton.log import configure_logging
+from baton.metrics import Metrics
+from baton.metrics_server import metrics_application
+from baton.models import resolve
+from baton.port_file import write_port_file
+from baton.rpc.interceptor import CallLimits
+from baton.rpc.measures import RpcMeasures
+from baton.rpc.server import RpcServer, ServerOptions, build_server, is_loopback
+from baton.text.bundle import TextBundle
+from services.gateway.auth import Authenticator, load_tenants
+from services.gateway.cleanup import Cleanup
+from services.gateway.clients import DecodeClient, MergerClient, PrefillClient, StoreClient
+from services.gateway.config import GatewayConfig
+from services.gateway.core import GatewayCore
+from services.gateway.decode_streams import WATCH_INTERVAL_S, DecodeStreams
+from services.gateway.hub import WorkerHub
+from services.gateway.legs import CapabilityMint
+from services.gateway.limits import RequestLimits
+from services.gateway.measures import GatewayMeasures
+from services.gateway.opening import SequenceParts
+from services.gateway.planner import Planner, PlanRules
+from services.gateway.prefix_cache import PrefixCache
+from services.gateway.prompts import ServedModel
+from services.gateway.registry import Registry
+from services.gateway.registry_servicer import RegistryServicer
+from services.gateway.rest.application import RestApplication, with_cors
+from services.gateway.rest.routes import RestLimits, Routes
+from services.gateway.servicer import GatewayServicer
+
+NAME: Final = "gateway"
+GATEWAY_SERVICE: Final = "baton.api.gateway.v1.GatewayService"
+REGISTRY_SERVICE: Final = "baton.api.gateway.v1.RegistryService"
+KEY_FILE_BYTES_MAX: Final = 4096
+
+
+async def wire(service: Service, config: GatewayConfig) -> None:
+    """Builds the gateway and starts its parts."""
+    metrics, incarnation = Metrics(NAME), new_incarnation()
+    key = key_or_dev(_cluster_key(config.cluster_key_file))
+    hub = WorkerHub(
+        Registry(dead_after_s=config.dead_after_s, lease_s=config.lease_s), service.clock
+    )
+    server = _server(config, metrics)
+    authenticator = _authenticator(config)
+    core, streams = await _core(service, config, metrics, hub=hub, key=key, incarnation=incarnation)
+    server.register(
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
+        GatewayServicer(core, authenticator, hub),
+        GATEWAY_SERVICE,
+    )
+    registry = RegistryServicer(
+        hub,
+        CapabilityVerifier(key, service.clock),
+        identity=(config.gateway_id, incarnation),
+        is_open=is_loopback(config.host) and is_dev_key(key),
+    )
+    server.register(
+        gateway_pb2_grpc.add_RegistryServiceServicer_to_server, registry, REGISTRY_SERVICE
+    )
+    await service.start("grpc", server)
+    http = await _http(service, config, metrics, core=core, authenticator=authenticator)
+
+    async def watch() -> None:
+        hub.expire()
+        await streams.watch()
+
+    service.spawn(
+        "watch",
+        every(WATCH_INTERVAL_S, watch, clock=service.clock, stopping=service.stopping),
+    )
+
+    async def show_ready(is_ready: bool) -> None:
+        await server.set_ready(is_ready=is_ready)
+        if is_ready:
+            _write_ports(config, server, http)
+
+    service.on_ready_changed(show_ready)
+
+
+async def _core(
+    service: Service,
+    config: GatewayConfig,
+    metrics: Metrics,
+    *,
+    hub: WorkerHub,
+    key: bytes,
+    incarnation: int,
+) -> tuple[GatewayCore, DecodeStreams]:
+    model = load_model(config.model)
+    channels = ChannelPool()
+    await service.start("channels", channels)
+    stores, prefills, decodes = (
+        StoreClient(channels),
+        PrefillClient(channels),
+        DecodeClient(channels),
+    )
+    mint = CapabilityMint(CapabilitySigner(key, service.clock))
+    cleanup = Cleanup(stores, prefills, decodes, service.spawn)
+    await service.start("cleanup", cleanup)
+    streams = DecodeStreams(
+        channels,
+        hub,
+        clock=service.clock,
+        spawn=service.spawn,
+        hello=(config.gateway_id, incarnation),
+    )
+    await service.start("decode_streams", streams)
+    rules = PlanRules(
+        mode=config.prefill_mode,
+        tokenizer_hash=model.tokenizer.tokenizer_hash(),
+        prefill_queue_max=config.prefill_queue_max,
+    )
+    parts = SequenceParts(
+        planner=Planner(hub, rules, streams.sequences_on),
+        stores=stores,
+        prefills=prefills,
+        decodes=decodes,
+        streams=streams,
+        prefixes=PrefixCache(stores, MergerClient(channels), hub, mint=mint, clock=service.clock),
+        mint=mint,
+        cleanup=cleanup,
+        clock=service.clock,
+        template_digest=model.template_digest,
+        until_decode=hub.until,
+    )
+    limits = RequestLimits(
+        sequences_max=config.sequences_max, tenant_sequences_max=config.tenant_sequences_max
+    )
+    measures = GatewayMeasures(metrics)
+    measures.follow_running(lambda: limits.running, lambda: cleanup.pending)
+    return GatewayCore(model, parts, hub, limits, measures), streams
+
+
+def load_model(name_or_path: str) -> ServedModel:
+    """Tokenizer, template and context of a model; StartupError saying what to do."""
+    try:
+        files = resolve(name_or_path)
+        bundle = TextBundle.load(files.path)
+        context_max = read_config(files.path).max_context
+    except ServiceError as error:
+        raise StartupError(error.message, hint="`baton models` lists and fetches models") from error
+    return ServedModel(
+        name=files.name,
+        aliases=() if files.known is None else files.known.aliases,
+        tokenizer=bundle.tokenizer,
+        template=bundle.template,
+        context_max=context_max,
+        created_wall_s=int(files.path.stat().st_mtime),
+    )
+
+
+def _cluster_key(path: Path | None) -> bytes | None:
+    """The key in a file: hex text, or raw bytes."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            raw = file.read(KEY_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise StartupError(
+            f"cluster key file {path} cannot be read ({error.strerror})",
+            hint="give a file of 64 hex digits, readable by this user",
+            exit_code=2,
+        ) from error
+    try:
+        key = bytes.fromhex(raw.decode("ascii").strip())
+    except ValueError:
+        key = raw
+    if not 32 <= len(key) <= KEY_FILE_BYTES_MAX:
+        raise StartupError(
+            f"cluster key file {path} holds {len(key)} bytes of key",
+            hint="give 64 hex digits, as `openssl rand -hex 32` writes them",
+            exit_code=2,
+        )
+    return key
+
+
+def _authenticator(config: GatewayConfig) -> Authenticator:
+    if config.tenants_file is not None:
+        return Authenticator(load_tenants(config.tenants_file), is_open=False)
+    return Authenticator((), is_open=is_loopback(config.host))
+
+
+def _server(config: GatewayConfig, metrics: Metrics) -> RpcServer:
+    heartbeat = f"/{REGISTRY_SERVICE}/Heartbeat"
+    return build_server(
+        ServerOptions(
+            bind=f"{config.host}:{config.port}",
+            is_insecure_bind_allowed=config.insecure_bind,
+            limits=CallLimits(
+                calls_max=config.sequences_max + 512,
+                # Publishing a long prefix is unary and computes.
+                unary_timeout_s=300.0,
+                unbounded_methods=frozenset({heartbeat}),
+            ),
+        ),
+        RpcMeasures(metrics, "server"),
+    )
+
+
+async def _http(
+    service: Service,
+    config: GatewayConfig,
+    metrics: Metrics,
+    *,
+    core: GatewayCore,
+    authenticator: Authenticator,
+) -> HttpServer:
+    limits = RestLimits(
+        body_bytes_max=config.body_bytes_max,
+        answers_max=config.answers_max,
+        timeout_s=config.request_timeout_s,
+        timeout_s_max=config.request_timeout_s_max,
+    )
+    routes = Routes(core, limits, _version())
+    application = with_cors(RestApplication(routes.table(), authenticator), config.cors_origins)
+    http = HttpServer(
+        application,
+        f"{config.host}:{config.http_port}",
+        service.spawn,
+        is_insecure_bind_allowed=config.insecure_bind,
+    )
+    await service.start("http", http)
+    if config.metrics_port is not None:
+        page = HttpServer(
+            metrics_application(metrics, core.is_ready),
+            f"{config.host}:{config.metrics_port}",
+            service.spawn,
+            is_insecure_bind_allowed=config.insecure_bind,
+        )
+        await service.start("metrics", page)
+    return http
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("baton-serving")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _write_ports(config: GatewayConfig, server: RpcServer, http: HttpServer) -> None:
+    if config.http_port_file is not None:
+        write_port_file(config.http_port_file, http.url.removeprefix("http://"))
+    if config.port_file is not None:
+        write_port_file(config.port_file, server.target)
+
+
+def main() -> None:
+    """The console script `baton-gateway`."""
+    config = load_config_or_exit(GatewayConfig, NAME, sys.argv[1:], os.environ)
+    configure_logging(NAME, level=config.log_level.upper())
+    sys.exit(run_service(NAME, lambda service: wire(service, config)))
+
+
+if __name__ == "__main__":
+    main()

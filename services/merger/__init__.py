@@ -1,0 +1,1 @@
+"""The merger: splices behind gRPC. Stateless; never imports torch."""

@@ -1,0 +1,34 @@
+"""The merger's metrics."""
+
+from __future__ import annotations
+
+from baton.errors import Reason
+from baton.metrics import Label, Metrics
+
+OK = "ok"
+
+
+class MergerMeasures:
+    """Splices by outcome and bytes passed on."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        outcomes = (OK, *(reason.value for reason in Reason))
+        self._splices = metrics.counter(
+            "baton_splices", "Splices by outcome.", labels=(Label("outcome", outcomes),)
+        )
+        self._bytes = metrics.counter("baton_materialised_bytes", "KV bytes passed on.")
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        """Splices answered; the progress that heartbeats show."""
+        return self._count
+
+    def spliced(self, refusal: Reason | None) -> None:
+        """One splice was answered."""
+        self._count += 1
+        self._splices.add(outcome=OK if refusal is None else refusal.value)
+
+    def passed_on(self, size_bytes: int) -> None:
+        """A chunk of KV went through."""
+        self._bytes.add(size_bytes)
