@@ -20,6 +20,7 @@ from baton.worker.threads import Progress
 _log = structlog.stdlib.get_logger("baton.worker")
 
 RENEWALS_PER_LEASE: Final = 4
+RENEWAL_INTERVAL_MAX_S: Final = 1.0
 
 
 class LeaseRenewer(Protocol):
@@ -65,21 +66,30 @@ class HeldLogs:
         return [log for log, _ in self._held.values()]
 
     def lose(self, log_ids: frozenset[bytes], renewed: list[HeldLog]) -> None:
-        """Tell the holders of lost logs; only what was named in the renewal can be lost by it."""
+        """Tell the holders of lost logs, once each.
+
+        Only what was named in the renewal can be lost by it. A lost log stays held, and named,
+        until its holder has stopped writing and discards it.
+        """
         for log in renewed:
             held = self._held.get(log.log_id)
             if log.log_id in log_ids and held is not None and held[0] == log:
-                del self._held[log.log_id]
+                self._held[log.log_id] = (log, _told)
                 held[1]()
+
+
+def _told() -> None:
+    """Nothing: the holder knows already."""
 
 
 async def renew_once(
     held: HeldLogs, store: LeaseRenewer, incarnation: int, progress: Progress
 ) -> None:
-    """Renew everything held, if anything; an unreachable store is logged and tried again."""
+    """Renew everything held; an unreachable store is logged and tried again.
+
+    An empty renewal says something too: that pages of fenced logs are written no more.
+    """
     logs = held.logs()
-    if not logs:
-        return
     try:
         lost = await store.renew_leases(incarnation, logs, progress.value)
     except ServiceError as error:

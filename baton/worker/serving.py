@@ -27,7 +27,7 @@ from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server
 from baton.worker.config import WorkerConfig
 from baton.worker.engine import WorkerParts
-from baton.worker.held_logs import RENEWALS_PER_LEASE, renew_once
+from baton.worker.held_logs import RENEWAL_INTERVAL_MAX_S, RENEWALS_PER_LEASE, renew_once
 from baton.worker.startup import WorkerOptions, capability_or_dev, software_version, start_worker
 
 _log = structlog.stdlib.get_logger("baton.worker")
@@ -206,7 +206,8 @@ def _leases(
             _log.warning("kvstore_unreachable", reason=error.reason.value)
 
     async def run(stopping: asyncio.Event) -> None:
-        interval_s = (parts.lease_s or STARTING_LEASE_S) / RENEWALS_PER_LEASE
+        lease_s = parts.lease_s or STARTING_LEASE_S
+        interval_s = min(lease_s / RENEWALS_PER_LEASE, RENEWAL_INTERVAL_MAX_S)
         await every(interval_s, tick, clock=shell.service.clock, stopping=stopping)
 
     return run
