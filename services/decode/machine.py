@@ -176,9 +176,12 @@ class Sequence:
         return newest.finish_reason is None
 
     def _ahead_tokens(self) -> int:
-        """Positions to have pages for beyond the newest token's: the next page, if it is needed."""
+        """Positions to have pages for from the newest token's on.
+
+        Half a page: if the store is short, several acks may still bring the page in time.
+        """
         left = self._tokens_max - self._tokens
-        return max(1, min(self.table.block_tokens + 1, left))
+        return max(1, min(self.table.block_tokens // 2 + 1, left))
 
     def _produced(self, token: OutputToken) -> Produced:
         usage = None
