@@ -44,9 +44,7 @@ class Journal(Protocol):
     def released(self, log: LogState, pages: Sequence[int]) -> None:
         """Granted pages came back unwritten."""
 
-    def checkpointed(
-        self, log: LogState, first: int, end: int, rows: Sequence[PageRow]
-    ) -> None:
+    def checkpointed(self, log: LogState, first: int, end: int, rows: Sequence[PageRow]) -> None:
         """KV of positions [first, end) is in `rows`."""
 
     def sealed(
@@ -113,6 +111,8 @@ class Core:
     work: list[PageWork] = field(default_factory=list)
     # Holders that are neither logs nor prefixes: page -> open transfers.
     transfers: dict[int, int] = field(default_factory=dict)
+    # Pages granted to a transfer that fills them; no log refers to them yet.
+    importing: set[int] = field(default_factory=set)
     stale_refused: int = 0
     evicted_logs: int = 0
 
@@ -164,7 +164,7 @@ class Core:
         """Asserts page conservation, holder counts and the agreement of logs, leases and pool."""
         self.pool.check_invariants()
         holders: dict[int, int] = dict(self.transfers)
-        granted: set[int] = set()
+        granted: set[int] = set(self.importing)
         for log in self.logs.values():
             _check_log(log, self.block_tokens)
             assert (log.log_id in self.leases) == (log.writer is not None), log_id_text(log.log_id)

@@ -440,9 +440,7 @@ class Home:
         log.generation += 1
         if writer is None:
             return
-        fence = Fence(
-            worker_slot=writer.slot, log_id=log.log_id, generation=old_generation
-        )
+        fence = Fence(worker_slot=writer.slot, log_id=log.log_id, generation=old_generation)
         for page in log.granted:
             core.pool.fence(page, fence)
         if log.rows and log.rows[-1].tokens < core.block_tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Final
@@ -51,13 +51,23 @@ class PageWorker:
         self._queue: deque[PageWork] = deque()
         self._progress = Progress()
         self._wake = asyncio.Event()
+        # Page -> the count of work after which it may be used.
+        self._pending: dict[int, int] = {}
         self.damaged_pages = 0
+        self._is_ending = False
+
+    def end(self) -> None:
+        """Lets `run` return once the queue is empty."""
+        self._is_ending = True
+        self._wake.set()
 
     def order(self, work: Iterable[PageWork]) -> None:
         """Queues work; `run` does it."""
         for item in work:
             self._queue.append(item)
             self._progress.ordered += 1
+            for page in _pages_of(item):
+                self._pending[page] = self._progress.ordered
             self._wake.set()
 
     @property
@@ -65,22 +75,35 @@ class PageWorker:
         """Work ordered and not yet done."""
         return self._progress.ordered - self._progress.done
 
+    async def ready(self, pages: Collection[int]) -> None:
+        """Returns when the work ordered for these pages is done; at once where there is none."""
+        target = max((self._pending.get(page, 0) for page in pages), default=0)
+        if target:
+            await self._progress.reach(target)
+
     async def settled(self) -> None:
         """Returns when all that was ordered before is done."""
         await self._progress.reach(self._progress.ordered)
 
     async def run(self) -> None:
-        """Works off the queue until cancelled; a failure is passed to all who wait."""
+        """Works off the queue until `end`; a failure is passed to all who wait."""
         loop = asyncio.get_running_loop()
         with self._progress.ending("page work has stopped"):
-            while True:
+            while self._queue or not self._is_ending:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._queue:
                     count = min(len(self._queue), BATCH_MAX)
                     batch = [self._queue.popleft() for _ in range(count)]
                     self._finish(await loop.run_in_executor(self._executor, self._work, batch))
+                    self._forget(batch, self._progress.done + count)
                     self._progress.advance(self._progress.done + count)
+
+    def _forget(self, batch: list[PageWork], done: int) -> None:
+        for item in batch:
+            for page in _pages_of(item):
+                if self._pending.get(page, done + 1) <= done:
+                    del self._pending[page]
 
     def _finish(self, results: list[Filled | Damaged]) -> None:
         for result in results:
@@ -100,6 +123,10 @@ class PageWorker:
             else:
                 results.append(fill_page(self._arena, item))
         return results
+
+
+def _pages_of(item: PageWork) -> tuple[int, ...]:
+    return item.pages if isinstance(item, ZeroPages) else (item.target.page,)
 
 
 def fill_page(arena: Arena, work: FillPage) -> Filled | Damaged:
@@ -131,9 +158,7 @@ def is_intact(arena: Arena, source: SlotSource, page: ByteArray) -> bool:
     return rows_match(arena, row, source.first_slot, source.tokens, page)
 
 
-def rows_match(
-    arena: Arena, row: PageRow, first_slot: int, tokens: int, page: ByteArray
-) -> bool:
+def rows_match(arena: Arena, row: PageRow, first_slot: int, tokens: int, page: ByteArray) -> bool:
     """Whether slots of a partial page hash to the row's slot CRCs."""
     found = slot_crcs(arena.geometry, page, first_slot, tokens)
     return list(found) == row.slot_crcs[first_slot : first_slot + tokens]

@@ -1,8 +1,8 @@
 """The store's core: open, fork, truncate, cancel, close, and what the clock does to logs.
 
 Owns the life of logs from OPEN to CLOSE and composes the other cores (home, history, keeper,
-prefixes). Pure: time is passed in. Everything that happened is in `core.journal` (records, in order)
-and `core.take_work()` (page work, in order); the runtime makes both real before it answers.
+prefixes). Pure: time is passed in. What happened is in `core.journal` (records, in order) and
+ `core.take_work()` (page work, in order); the runtime makes both real before it answers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from services.kvstore.home import (
 from services.kvstore.keeper import Keeper
 from services.kvstore.log.state import Parent
 from services.kvstore.pages import pages_exhausted
+from services.kvstore.publishing import PrefixKeeper
 from services.kvstore.state import (
     TOKEN_TYPECODE,
     AckLevel,
@@ -48,6 +49,7 @@ from services.kvstore.state import (
     Phase,
     Writer,
 )
+from services.kvstore.store_rows import cut_row
 
 FIRST_GENERATION = 1
 OUTPUT_PAGES_MAX = 4096
@@ -91,6 +93,7 @@ class Store:
         self.keeper = Keeper(core, self.chains)
         self.home = Home(core, self.keeper.make_room)
         self.keeper.bind(self.home)
+        self.prefix_keeper = PrefixKeeper(core)
         self.history = HistoryFinder(core, self.chains)
         self.is_draining = False
 
@@ -169,9 +172,7 @@ class Store:
             )
 
     def _plan(self, order: OpenOrder) -> BasePlan:
-        asker = Asker(
-            tenant=order.tenant, scope=order.scope, numeric_class=order.numeric_class
-        )
+        asker = Asker(tenant=order.tenant, scope=order.scope, numeric_class=order.numeric_class)
         match order.base:
             case None:
                 if not order.is_cacheable:
@@ -334,14 +335,6 @@ class ForkOrder:
     request_id: str
     scope: Scope
     sampling: SamplingParameters | None
-
-
-def cut_row(row: PageRow, tokens: int) -> None:
-    """Keeps the first slots of a row; a full page's CRC stays what its bytes are checked by."""
-    assert 1 <= tokens <= row.tokens
-    row.tokens = tokens
-    if row.crc is None:
-        del row.slot_crcs[tokens:]
 
 
 def _answer_again(log: LogState, order: OpenOrder) -> OpenAnswer:

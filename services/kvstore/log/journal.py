@@ -165,6 +165,11 @@ class LogJournal:
         """CLOSE."""
         self._submit(Close(reason=reason), log)
 
+    def closed_by_id(self, log_id: bytes, generation: int, reason: CloseReason) -> None:
+        """CLOSE of a log whose state is not there any more."""
+        address = RecordAddress(log_id=log_id, generation=generation, position=0)
+        self._sink.submit(Close(reason=reason), address)
+
     def published(self, prefix: Prefix) -> None:
         """PUBLISH."""
         record = Publish(

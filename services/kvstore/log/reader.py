@@ -194,9 +194,7 @@ def _resync(content: ByteArray, offset: int) -> list[ReadRecord]:
     """Valid records behind a bad one, found by their magic; their chain starts at the first."""
     found: list[ReadRecord] = []
     magic = np.frombuffer(RECORD_MAGIC, dtype=np.uint8)
-    rows = content[: content.size // ALIGNMENT_BYTES * ALIGNMENT_BYTES].reshape(
-        -1, ALIGNMENT_BYTES
-    )
+    rows = content[: content.size // ALIGNMENT_BYTES * ALIGNMENT_BYTES].reshape(-1, ALIGNMENT_BYTES)
     starts = np.flatnonzero((rows[:, : magic.size] == magic).all(axis=1)) * ALIGNMENT_BYTES
     for start in (int(value) for value in starts):
         if start < offset:

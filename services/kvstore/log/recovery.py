@@ -10,7 +10,6 @@ reported and not given back: its tokens could be wrong.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.errors import ServiceError

@@ -61,6 +61,12 @@ class LogWriter:
         self._wake = asyncio.Event()
         self._living: dict[int, set[bytes]] = {}
         self.counters = WriterCounters()
+        self._is_ending = False
+
+    def end(self) -> None:
+        """Lets `run` return once everything submitted is written."""
+        self._is_ending = True
+        self._wake.set()
 
     def submit(self, record: Record, address: RecordAddress) -> None:
         """Queues one record; wait with `acked`."""
@@ -89,9 +95,9 @@ class LogWriter:
             await self._written.reach(self._written.ordered)
 
     async def run(self) -> None:
-        """Writes groups until cancelled; a failing directory raises OSError."""
+        """Writes groups until `end`; a directory that cannot be written raises OSError."""
         with self._written.ending("its log stopped"), self._durable.ending("its log stopped"):
-            while True:
+            while self._pending or not self._is_ending:
                 try:
                     async with asyncio.timeout(IDLE_FLUSH_S):
                         await self._wake.wait()

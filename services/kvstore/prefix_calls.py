@@ -1,0 +1,93 @@
+"""Publish, Revoke and ListPrefixes.
+
+Owns the path of these calls and the ids of published prefixes.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from baton.api.kvstore.v1 import kvstore_pb2
+from baton.capability import Right
+from baton.kv.digests import history_start
+from baton.wire.durations import timestamp_from_proto
+from services.kvstore import wire
+from services.kvstore.access import Access
+from services.kvstore.answers import Answers, body_of
+from services.kvstore.identity import Identity
+from services.kvstore.prefixes import Prefix
+from services.kvstore.publishing import PublishOrder
+from services.kvstore.runtime import Runtime
+from services.kvstore.state import AckLevel
+
+PREFIX_ID_BYTES = 12
+
+
+class PrefixCalls:
+    """Serves the calls about published prefixes."""
+
+    def __init__(self, runtime: Runtime, access: Access, identity: Identity) -> None:
+        self._runtime = runtime
+        self._access = access
+        self._identity = identity
+        self._answers = Answers()
+
+    async def publish(self, request: kvstore_pb2.PublishRequest) -> kvstore_pb2.PublishResponse:
+        """Publish."""
+        given = request.prefix
+        log_id = wire.require_log_id(given.log.log_id, "prefix.log.log_id")
+        claims = self._access.tenant(request.capability, Right.PUBLISH, log_id=log_id)
+        tenant, _ = claims.tenant_scope()
+        body = body_of(request)
+        known = self._answers.recall(kvstore_pb2.PublishResponse, log_id, request.request_id, body)
+        if known is not None:
+            return known
+        order = PublishOrder(
+            prefix_id=f"pfx-{secrets.token_hex(PREFIX_ID_BYTES)}",
+            name=given.name,
+            tenant=tenant,
+            tenants=tuple(given.tenants),
+            log_id=log_id,
+            position=given.log.position,
+            text_hash=given.segment.text_hash,
+            ids_hash=given.segment.ids_hash,
+            history_end=given.segment.history_end,
+            text_bytes=given.text_bytes,
+            template_digest=given.template_digest,
+            model=given.model or self._identity.model,
+            expire_wall_s=(
+                timestamp_from_proto(given.expire_time) if given.HasField("expire_time") else None
+            ),
+        )
+        prefix = self._runtime.store.prefix_keeper.publish(order, self._runtime.now().wall_s)
+        await self._runtime.acked(AckLevel.OS)
+        answer = kvstore_pb2.PublishResponse(prefix=self._to_proto(prefix))
+        return self._answers.remember(log_id, request.request_id, body, answer)
+
+    async def revoke(self, request: kvstore_pb2.RevokeRequest) -> kvstore_pb2.RevokeResponse:
+        """Revoke."""
+        claims = self._access.any_of(request.capability, (Right.PUBLISH, Right.ADMIN))
+        is_operator = claims.tenant is None and Right.ADMIN in claims.rights
+        tenant = None if is_operator else claims.tenant_scope()[0]
+        keeper = self._runtime.store.prefix_keeper
+        keeper.revoke(request.prefix_id, tenant, self._runtime.now().wall_s)
+        await self._runtime.acked(AckLevel.OS)
+        return kvstore_pb2.RevokeResponse()
+
+    def list(self, request: kvstore_pb2.ListPrefixesRequest) -> kvstore_pb2.ListPrefixesResponse:
+        """ListPrefixes."""
+        rights = (Right.READ, Right.OPEN, Right.PUBLISH, Right.ADMIN)
+        claims = self._access.any_of(request.capability, rights)
+        is_operator = claims.tenant is None and Right.ADMIN in claims.rights
+        tenant = None if is_operator else claims.tenant_scope()[0]
+        table = self._runtime.core.prefixes
+        if request.known_version == table.version:
+            return kvstore_pb2.ListPrefixesResponse(version=table.version, unchanged=True)
+        visible = table.visible_to(tenant)
+        return kvstore_pb2.ListPrefixesResponse(
+            version=table.version, prefixes=[self._to_proto(prefix) for prefix in visible]
+        )
+
+    def _to_proto(self, prefix: Prefix) -> kvstore_pb2.PublishedPrefix:
+        limits = self._runtime.core.limits
+        return wire.prefix_to_proto(prefix, limits, history_start(limits.kv_digest))

@@ -1,0 +1,144 @@
+"""Publishing and revoking prefixes in the store's core.
+
+Owns the checks of a publication and the pages a published prefix holds. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import Reason, ServiceError
+from baton.kv.digests import history_at, ids_hash
+from services.kvstore.core import Core, invalid
+from services.kvstore.home import Event, copy_row, require_allowed
+from services.kvstore.keeper import require_tenant
+from services.kvstore.prefixes import (
+    PREFIX_NAME_CHARS_MAX,
+    PREFIX_TENANTS_MAX,
+    Prefix,
+)
+from services.kvstore.store_rows import cut_row
+
+NO_HASH = bytes(32)
+TENANT_BYTES_MAX = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOrder:
+    """A request to publish positions [0, position) of a log. Empty hashes are not compared."""
+
+    prefix_id: str
+    name: str
+    tenant: str
+    tenants: tuple[str, ...]
+    log_id: bytes
+    position: int
+    text_hash: bytes
+    ids_hash: bytes
+    history_end: bytes
+    text_bytes: int
+    template_digest: bytes
+    model: str
+    expire_wall_s: float | None
+
+
+class PrefixKeeper:
+    """Publishes and revokes."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def publish(self, order: PublishOrder, wall_s: float) -> Prefix:
+        """Offers a prefix under a name; its pages stay whatever becomes of the log."""
+        log = self._core.find(order.log_id)
+        require_tenant(log, order.tenant)
+        require_allowed(log, Event.FORK)
+        self._check(order, wall_s)
+        if not 1 <= order.position <= log.committed:
+            raise invalid("prefix.log.position", f"must be 1 to {log.committed}, where KV ends")
+        tokens = tuple(log.tokens[: order.position])
+        limits = self._core.limits
+        history_end = history_at(limits.kv_digest, limits.block_tokens, tokens)
+        own_ids_hash = ids_hash(tokens)
+        if order.ids_hash not in (b"", own_ids_hash):
+            raise invalid("prefix.segment.ids_hash", "is not that of the log's tokens")
+        if order.history_end not in (b"", history_end):
+            raise invalid("prefix.segment.history_end", "is not that of the log's tokens")
+        count = -(-order.position // limits.block_tokens)
+        rows = [copy_row(row) for row in log.rows[:count]]
+        cut_row(rows[-1], order.position - (count - 1) * limits.block_tokens)
+        prefix = Prefix(
+            prefix_id=order.prefix_id,
+            name=order.name,
+            owner_tenant=order.tenant,
+            tenants=order.tenants,
+            log_id=order.log_id,
+            generation=log.generation,
+            position=order.position,
+            token_ids=tokens,
+            rows=tuple(rows),
+            numeric_class=log.numeric_class,
+            numeric_class_id=log.numeric_class_id,
+            history_end=history_end,
+            text_hash=order.text_hash or NO_HASH,
+            ids_hash=own_ids_hash,
+            text_bytes=order.text_bytes,
+            template_digest=order.template_digest or bytes(16),
+            model=order.model,
+            create_wall_s=wall_s,
+            expire_wall_s=order.expire_wall_s,
+        )
+        self._core.prefixes.add(prefix)
+        for row in rows:
+            self._core.pool.hold(row.page)
+        self._core.journal.published(prefix)
+        return prefix
+
+    def _check(self, order: PublishOrder, wall_s: float) -> None:
+        if not 1 <= len(order.name) <= PREFIX_NAME_CHARS_MAX:
+            raise invalid("prefix.name", f"must have 1 to {PREFIX_NAME_CHARS_MAX} characters")
+        if len(order.tenants) > PREFIX_TENANTS_MAX or any(
+            not 1 <= len(tenant.encode()) <= TENANT_BYTES_MAX for tenant in order.tenants
+        ):
+            raise invalid("prefix.tenants", f"name at most {PREFIX_TENANTS_MAX} tenants")
+        for name, value, sizes in (
+            ("segment.text_hash", order.text_hash, (0, 32)),
+            ("template_digest", order.template_digest, (0, 16)),
+        ):
+            if len(value) not in sizes:
+                raise invalid(f"prefix.{name}", f"must be {sizes[-1]} bytes")
+        if order.expire_wall_s is not None and order.expire_wall_s <= wall_s:
+            raise invalid("prefix.expire_time", "is over already")
+        for prefix in self._core.prefixes.all():
+            if prefix.owner_tenant == order.tenant and prefix.name == order.name:
+                raise ServiceError(
+                    Reason.ALREADY_EXISTS,
+                    "a prefix of this name is published; revoke it first",
+                    field="prefix.name",
+                )
+
+    def revoke(self, prefix_id: str, tenant: str | None, wall_s: float) -> Prefix:
+        """Ends lookups and forks at once; logs that use its pages keep them.
+
+        `tenant` None is an operator. Another tenant's prefix looks like none.
+        """
+        prefix = self._core.prefixes.find(prefix_id)
+        if tenant is not None and prefix.owner_tenant != tenant:
+            raise ServiceError(
+                Reason.PREFIX_NOT_FOUND, "no published prefix of this id", field="prefix_id"
+            )
+        self._withdraw(prefix, wall_s)
+        return prefix
+
+    def _withdraw(self, prefix: Prefix, wall_s: float) -> None:
+        self._core.prefixes.remove(prefix.prefix_id)
+        self._core.journal.revoked(prefix, wall_s)
+        for row in prefix.rows:
+            self._core.index.forget_page(row.page)
+            self._core.pool.drop(row.page)
+        self._core.drain_freed()
+
+    def expire(self, wall_s: float) -> None:
+        """Withdraws what has come to its own end."""
+        for prefix in self._core.prefixes.over(wall_s):
+            self._withdraw(prefix, wall_s)
