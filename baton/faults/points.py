@@ -1,0 +1,67 @@
+"""The table of fault points: every name a call site or a FAULT may use, and what it can do there.
+
+Owns names and capabilities. Never does anything: a point acts where the code calls `faults`.
+A new point is one row here and one line at its call site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum, unique
+from types import MappingProxyType
+from typing import Final
+
+
+@unique
+class Action(StrEnum):
+    """What a fault does, as spelt in FAULT."""
+
+    PAUSE = "pause"
+    FAIL = "fail"
+    EXIT = "exit"
+    SHORT = "short"
+    FLIP_BYTE = "flip_byte"
+    ABSENT = "absent"
+
+
+FLOW: Final = frozenset({Action.PAUSE, Action.FAIL, Action.EXIT})
+"""What `faults.reach` can do; every point can."""
+
+_DATA: Final = frozenset({Action.SHORT, Action.FLIP_BYTE})
+_FLIP: Final = frozenset({Action.FLIP_BYTE})
+_ABSENT: Final = frozenset({Action.ABSENT})
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where the code stands when it gets there, and the actions that its call sites serve."""
+
+    place: str
+    actions: frozenset[Action] = FLOW
+
+
+POINTS: Final[Mapping[str, Point]] = MappingProxyType(
+    {
+        "gateway.before_open": Point("pair chosen, nothing opened at a kvstore yet"),
+        "prefill.after_accept": Point("request admitted, nothing computed"),
+        "prefill.after_compute": Point("a chunk's KV computed, nothing of it written"),
+        "prefill.logits": Point("logits of the last position, before sampling", FLOW | _FLIP),
+        "prefill.mid_upload": Point("part of a chunk's pages written", FLOW | _DATA),
+        "prefill.before_commit": Point("a chunk's pages written, its commit not sent"),
+        "prefill.before_send": Point("token 1 sampled, the seal not sent"),
+        "prefill.after_seal": Point("sealed, token 1 not sent to the gateway"),
+        "decode.before_accept": Point("hand-off received, log not taken"),
+        "decode.mid_fetch": Point("part of the log's pages verified or fetched", FLOW | _DATA),
+        "decode.first_token": Point("first own token appended, not sent"),
+        "decode.step": Point("before a step over the running sequences"),
+        "kv.get": Point("a lookup or read of KV asked for", FLOW | _ABSENT),
+        "kv.read_chunk": Point("a chunk of KV bytes read, not sent", FLOW | _DATA),
+        "kv.before_commit": Point("checkpoint checked, its record not written"),
+        "kv.after_commit": Point("checkpoint recorded, not acknowledged"),
+        "kv.before_append": Point("appends checked, their group commit not written"),
+        "pool.alloc": Point("pages asked of an arena", FLOW | _ABSENT),
+        "merger.splice": Point("segments validated, not spliced"),
+    }
+)
+"""Name -> point. `absent`: the thing asked for is not there, as after an eviction."""
