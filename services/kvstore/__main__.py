@@ -39,7 +39,7 @@ from services.kvstore.servicer import APPEND_METHOD, SERVICE_NAME
 
 NAME: Final = "kvstore"
 DISTRIBUTION: Final = "baton-serving"
-KEY_BYTES_MIN: Final = 16
+KEY_BYTES_MIN: Final = 32
 KEY_FILE_BYTES_MAX: Final = 4096
 CALLS_MAX: Final = 2048
 OWN_CAPABILITY_TTL_S: Final = 10 * 365 * 86_400.0
@@ -77,22 +77,31 @@ async def wire(service: Service, config: KVStoreConfig) -> None:
 
 
 def read_key(path: Path | None) -> bytes:
-    """The cluster key, without the white space around it; the development key without a file."""
+    """The cluster key of a file, hex text or raw bytes; the development key without a file.
+
+    Reads it as the gateway does: both must come to the same bytes.
+    """
     if path is None:
         _log.warning("development_key_used")
         return key_or_dev(None)
     try:
         with path.open("rb") as file:
-            key = file.read(KEY_FILE_BYTES_MAX).strip()
+            raw = file.read(KEY_FILE_BYTES_MAX + 1)
     except OSError as error:
         raise StartupError(
-            f"the cluster key {path} cannot be read: {error.strerror}",
-            hint="check --cluster-key-file",
+            f"cluster key file {path} cannot be read ({error.strerror})",
+            hint="give a file of 64 hex digits, readable by this user",
+            exit_code=2,
         ) from error
-    if len(key) < KEY_BYTES_MIN:
+    try:
+        key = bytes.fromhex(raw.decode("ascii").strip())
+    except ValueError:
+        key = raw
+    if not KEY_BYTES_MIN <= len(key) <= KEY_FILE_BYTES_MAX:
         raise StartupError(
-            f"the cluster key in {path} has under {KEY_BYTES_MIN} bytes",
-            hint="make one with `openssl rand -hex 32`",
+            f"cluster key file {path} holds {len(key)} bytes of key",
+            hint=f"{KEY_BYTES_MIN} bytes at least; make one with `openssl rand -hex 32`",
+            exit_code=2,
         )
     if is_dev_key(key):
         _log.warning("development_key_used")

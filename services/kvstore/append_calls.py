@@ -51,14 +51,14 @@ class AppendCalls:
         if len(request.entries) > ENTRIES_MAX:
             raise invalid("entries", f"at most {ENTRIES_MAX} a message")
         response = kvstore_pb2.AppendResponse(batch_id=request.batch_id)
-        home = self._runtime.store.home
+        home, writes = self._runtime.store.home, self._runtime.store.writes
         now_s = self._runtime.clock.monotonic_s()
         level = AckLevel.OS
         fresh: list[int] = []
         for entry in request.entries:
             outcome = response.outcomes.add()
             try:
-                log = home.append(wire.append_item_of(entry), worker_id, now_s)
+                log = writes.append(wire.append_item_of(entry), worker_id, now_s)
                 if log.ack_level is AckLevel.DISK:
                     level = AckLevel.DISK
                 if entry.pages_wanted and log.writer is not None:

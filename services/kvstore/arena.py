@@ -4,13 +4,15 @@ Owns the file, its header, its mapping and the bytes of pages (zeroing, copying,
 decides which page is whose. A file belongs to one kvstore process, which holds a flock on it; a
 file whose kvstore is dead is made anew.
 
-Header, 4096 bytes, little-endian: magic `BKA1`, version u16, reserved u16, arena id 16 B, slot_bytes
-u64, page_bytes u64, page_count u32, layers u16, kv_heads u16, head_dim u16, head_dim_v u16,
-block_tokens u16, dtype u16, kv digest 16 B, masked CRC-32C u32 of all before it; zeros follow.
+Header, 4096 bytes, little-endian: magic `BKA1`, version u16, reserved u16, arena id 16 B,
+slot_bytes u64, page_bytes u64, page_count u32, layers u16, kv_heads u16, head_dim u16,
+head_dim_v u16, block_tokens u16, dtype u16, kv digest 16 B, masked CRC-32C u32 of all before it;
+zeros follow.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -134,11 +136,9 @@ class Arena:
         """Unmaps and removes the file; workers that have it mapped keep their mapping."""
         self.spec.path.unlink(missing_ok=True)
         self._bytes = np.empty(0, dtype=np.uint8)
-        try:
+        # A page view may still be held somewhere; then the mapping goes with the process.
+        with contextlib.suppress(BufferError):
             self._mapping.close()
-        except BufferError:
-            # A page view is still held somewhere; the mapping goes with the process.
-            pass
         os.close(self._descriptor)
 
 

@@ -20,12 +20,12 @@ from services.kvstore import wire
 from services.kvstore.access import Access
 from services.kvstore.answers import Answers, body_of
 from services.kvstore.core import invalid, stale
-from services.kvstore.home import SealEnd
 from services.kvstore.identity import Identity
 from services.kvstore.keeper import require_tenant
 from services.kvstore.runtime import Runtime
 from services.kvstore.state import AckLevel, LogState, Writer
 from services.kvstore.store import ForkOrder, OpenOrder
+from services.kvstore.writes import SealEnd
 
 HASH_BYTES = 32
 PAGES_PER_CALL_MAX = 65_536
@@ -182,7 +182,7 @@ class LogCalls:
         log_id = wire.require_log_id(request.log_id)
         self._access.writer(request.capability, Right.WRITE, log_id, request.generation)
         block_tokens = self._core.block_tokens
-        committed = self._store.home.checkpoint(
+        committed = self._store.writes.checkpoint(
             log_id,
             request.generation,
             (request.from_position, request.to_position),

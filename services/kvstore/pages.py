@@ -191,7 +191,7 @@ class PagePool:
         return list(self._fenced)
 
     def take_freed(self) -> list[int]:
-        """The pages that became free since the last call, in order: zero them, forget their keys."""
+        """The pages that became free since the last call, in order; they are to be zeroed."""
         freed, self._freed = self._freed, []
         return freed
 

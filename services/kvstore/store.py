@@ -29,7 +29,6 @@ from services.kvstore.history import (
 from services.kvstore.home import (
     Event,
     Home,
-    SealEnd,
     copy_row,
     granted_pages,
     known_slot_crcs,
@@ -50,6 +49,7 @@ from services.kvstore.state import (
     Writer,
 )
 from services.kvstore.store_rows import cut_row
+from services.kvstore.writes import SealEnd, Writes
 
 FIRST_GENERATION = 1
 OUTPUT_PAGES_MAX = 4096
@@ -93,6 +93,7 @@ class Store:
         self.keeper = Keeper(core, self.chains)
         self.home = Home(core, self.keeper.make_room)
         self.keeper.bind(self.home)
+        self.writes = Writes(core)
         self.prefix_keeper = PrefixKeeper(core)
         self.history = HistoryFinder(core, self.chains)
         self.is_draining = False
@@ -239,8 +240,8 @@ class Store:
     def seal(
         self, log_id: bytes, generation: int, digest: bytes, end: SealEnd, now_s: float
     ) -> LogState:
-        """Ends prefill (see `Home.seal`); the prompt's full blocks become findable."""
-        self.home.seal(log_id, generation, digest, end, now_s)
+        """Ends prefill (see `Writes.seal`); the prompt's full blocks become findable."""
+        self.writes.seal(log_id, generation, digest, end, now_s)
         log = self.core.logs[log_id]
         self.chains.offer(log)
         return log

@@ -20,10 +20,10 @@ from baton.wire.sampling import sampling_to_proto
 from baton.wire.segments import manifest_from_proto, segment_to_proto
 from services.kvstore.arena import DATA_OFFSET, Arena
 from services.kvstore.core import Limits, invalid
-from services.kvstore.home import AppendItem
 from services.kvstore.log.state import Parent
 from services.kvstore.prefixes import Prefix
 from services.kvstore.state import AckLevel, GrantedPage, LogprobEntry, LogState, PageRow
+from services.kvstore.writes import AppendItem
 
 REPLAY_TOKENS_MAX: Final = 16_384
 REPLAY_ROWS_MAX: Final = 2_048
