@@ -112,8 +112,8 @@ async def test_completion_logprobs_agree_streamed_and_whole(gateway: RunningGate
         for choice in chunk["choices"]
         if choice["logprobs"]
     ]
-    assert sum((one["tokens"] for one in streamed), []) == whole["tokens"]
-    assert sum((one["text_offset"] for one in streamed), []) == whole["text_offset"]
+    for key in ("tokens", "text_offset"):
+        assert [item for one in streamed for item in one[key]] == whole[key]
 
 
 async def test_echo_repeats_the_prompt_before_the_text(gateway: RunningGateway) -> None:
