@@ -22,7 +22,7 @@ from tests.integration.gateway.fakes import FakeWorkers, beat, fake_workers
 
 @dataclass(slots=True)
 class RunningGateway:
-    """A gateway that believes its fake workers; its silence limit is long, so one beat is enough."""
+    """A gateway that believes its fake workers. Its silence limit is long: one beat is enough."""
 
     url: str
     grpc_target: str

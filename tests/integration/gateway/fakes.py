@@ -35,21 +35,19 @@ from services.merger.materialise import Materialiser
 from services.merger.measures import MergerMeasures
 from services.merger.servicer import MergerServicer
 
-WORDS = tuple(
-    [
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-    ]
+WORDS = (
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
 )
 BLOCK_TOKENS = 8
 GEOMETRY = KvGeometry(
@@ -411,8 +409,14 @@ async def _serve(add: Any, servicer: object, name: str, servers: list[RpcServer]
 async def fake_workers(tokenizer_hash: bytes, decodes: int = 2) -> AsyncIterator[FakeWorkers]:
     """Starts the fakes; their records say ready."""
     servers: list[RpcServer] = []
-    store = FakeStore()
-    fakes = FakeWorkers(store, FakePrefill(store), [FakeDecode(store) for _ in range(decodes)])
+    # The stubs call the base classes abstract; what is not faked here answers UNIMPLEMENTED.
+    store = FakeStore()  # type: ignore[abstract]
+    prefill = FakePrefill(store)  # type: ignore[abstract]
+    fakes = FakeWorkers(
+        store,
+        prefill,
+        [FakeDecode(store) for _ in range(decodes)],  # type: ignore[abstract]
+    )
     pool = ChannelPool()
     store_at = await _serve(
         kvstore_pb2_grpc.add_KVStoreServiceServicer_to_server, store, "kvstore", servers
