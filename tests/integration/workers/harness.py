@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -72,12 +73,14 @@ def running_workers(run_dir: Path, chunk_sizes: Sequence[int] = (16, 64)) -> Ite
     ports.release()
     common = ("--model", str(model), "--dtype", "float32")
     worker = (*common, "--kvstore", at["kvstore-0"], "--threads", "1")
+    # A short path on a tmpfs of this run's own: the attach socket lies there too.
+    arena_dir = Path(f"/dev/shm/baton-test-{os.getpid()}")  # noqa: S108 - 0700, the kvstore's
     flags: dict[str, tuple[str, ...]] = {
         "kvstore-0": (
             *common,
             *("--node-id", f"test-{os.getpid()}", "--block-tokens", str(BLOCK_TOKENS)),
             *("--arena-bytes", str(ARENA_BYTES), "--log-dir", str(run_dir / "log")),
-            *("--arena-dir", f"/dev/shm/baton-test-{os.getpid()}"),
+            *("--arena-dir", str(arena_dir)),
             *("--run-dir", str(run_dir)),
         ),
         "decode-0": (*worker, "--worker-id", "decode-0", "--chunk-tokens", "32"),
@@ -86,6 +89,7 @@ def running_workers(run_dir: Path, chunk_sizes: Sequence[int] = (16, 64)) -> Ite
         chunk = ("--worker-id", f"prefill-{size}", "--chunk-tokens", str(size))
         flags[f"prefill-{size}"] = (*worker, *chunk)
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, arena_dir, ignore_errors=True)
         for name in names:
             stack.enter_context(_process(name, at[name], flags[name], run_dir))
         asyncio.run(_all_ready(at, run_dir))
