@@ -26,7 +26,7 @@ from baton.cli.up import (
     ensure_model,
     raise_cluster_failure,
 )
-from baton.launcher.cluster import prepare
+from baton.launcher.cluster import arena_dir, prepare
 from baton.launcher.plan import ClusterOptions
 from baton.launcher.rundir import RunDir
 from baton.launcher.supervisor import Supervisor
@@ -141,7 +141,11 @@ def demo(
     ensure_model(MODEL_DEFAULT)
     with tempfile.TemporaryDirectory(prefix="baton-demo-") as folder:
         options = ClusterOptions(
-            model=MODEL_DEFAULT, dtype=dtype, http_port=http_port, run_dir=Path(folder)
+            model=MODEL_DEFAULT,
+            dtype=dtype,
+            http_port=http_port,
+            run_dir=Path(folder),
+            arena_dir=arena_dir(Path(folder)),
         )
         try:
             with RunDir(options.run_dir) as held, ClusterView(is_live=sys.stdout.isatty()) as view:

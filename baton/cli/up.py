@@ -24,7 +24,7 @@ from baton import models
 from baton.cli.console import CommandFailed, ExitCode, output
 from baton.cli.models import pull_with_progress
 from baton.errors import Reason, ServiceError
-from baton.launcher.cluster import prepare
+from baton.launcher.cluster import arena_dir, prepare
 from baton.launcher.plan import ClusterOptions
 from baton.launcher.ports import is_free
 from baton.launcher.rundir import RunDir, RunDirBusy, default_run_dir, running_pid
@@ -251,6 +251,7 @@ def up(
         chunk_tokens=chunk_tokens,
         prefill_mode=prefill_mode.value,
         run_dir=run_dir or default_run_dir(),
+        arena_dir=arena_dir(run_dir or default_run_dir()),
         tenants_file=tenants_file,
         log_level=log_level,
     )

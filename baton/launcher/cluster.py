@@ -5,6 +5,7 @@ Owns the order of the preparations. Used by `baton up`, `baton demo` and the end
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,12 @@ def this_machine() -> Machine:
     """Cores that this process may use, and free shared memory in bytes."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
     return Machine(cores=len(os.sched_getaffinity(0)), shm_free_bytes=free)
+
+
+def arena_dir(run_dir: Path) -> Path:
+    """Where the arena of the cluster in `run_dir` lies: clusters side by side never share one."""
+    name = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=4).hexdigest()
+    return SHARED_MEMORY / f"baton-{os.getuid()}" / name
 
 
 def worker_capability(key: bytes) -> str:

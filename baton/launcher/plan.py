@@ -24,6 +24,7 @@ class ClusterOptions:
 
     model: str
     run_dir: Path
+    arena_dir: Path
     http_port: int
     dtype: str = "bfloat16"
     host: str = "127.0.0.1"
@@ -165,6 +166,7 @@ class _Builder:
             *("--dtype", options.dtype),
             *("--block-tokens", str(options.block_tokens)),
             *("--arena-bytes", str(arena_size_bytes)),
+            *("--arena-dir", str(options.arena_dir)),
             *("--log-dir", str(options.run_dir / "log")),
             *("--run-dir", str(options.run_dir)),
             *("--cluster-key-file", str(self._key_file)),
