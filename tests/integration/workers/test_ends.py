@@ -17,6 +17,7 @@ from baton.ids import new_request_id
 from baton.sampling_parameters import SamplingParameters
 from tests.integration.workers.harness import Gateway, OpenedLog, event_shape, shape
 
+pytestmark = pytest.mark.cluster
 LONG = SamplingParameters(temperature=0.0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParameters(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPT = [5 + index % 90 for index in range(37)]

@@ -10,6 +10,7 @@ from baton.api.kvstore.v1 import kvstore_pb2
 from baton.sampling_parameters import SamplingParameters
 from tests.integration.workers.harness import Gateway, event_shape, shape
 
+pytestmark = pytest.mark.cluster
 PROMPT_LENGTHS = (1, 15, 16, 17, 48, 130)
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=40, ignore_eos=True)
 

@@ -83,7 +83,8 @@ class Store:
 
 def stream_to(store: Store, limits: AppendLimits = LIMITS) -> AppendStream:
     """A stream whose calls the fake store answers."""
-    return AppendStream(store.open, ("decode-0", "capability"), SystemClock(), limits)  # type: ignore[arg-type]  # the fake has the call's three methods
+    # The fake has the call's three methods.
+    return AppendStream(store.open, ("decode-0", "capability"), SystemClock(), limits)  # type: ignore[arg-type]
 
 
 async def test_the_worker_is_introduced_once_per_stream() -> None:
@@ -161,7 +162,8 @@ async def test_a_cancelled_append_gives_its_stream_up() -> None:
 
     silent = Silent(faithful)
     calls = iter([silent, FakeCall(faithful)])
-    stream = AppendStream(lambda: next(calls), ("d", "c"), SystemClock(), LIMITS)  # type: ignore[arg-type,return-value]  # fakes of the call
+    # A fake of the call.
+    stream = AppendStream(lambda: next(calls), ("d", "c"), SystemClock(), LIMITS)  # type: ignore[arg-type,return-value]
     async with asyncio.TaskGroup() as group:
         task = group.create_task(stream.append([entry()]))
         await waiting.wait()
@@ -179,7 +181,8 @@ async def test_silence_is_a_timeout_with_a_reason() -> None:
             raise AssertionError
 
     limits = AppendLimits(ack_timeout_s=0.01, give_up_s=0.0, retry_pause_s=0.001)
-    stream = AppendStream(lambda: Silent(faithful), ("d", "c"), SystemClock(), limits)  # type: ignore[arg-type,return-value]  # a fake of the call
+    # A fake of the call.
+    stream = AppendStream(lambda: Silent(faithful), ("d", "c"), SystemClock(), limits)  # type: ignore[arg-type,return-value]
     with pytest.raises(ServiceError) as caught:
         await stream.append([entry()])
     assert caught.value.reason is Reason.TRANSFER_TIMEOUT

@@ -30,7 +30,9 @@ class Letters:
 def state(prompt: int = 4, **parameters: object) -> OutputState:
     """A fresh output under greedy parameters."""
     values: dict[str, object] = {"temperature": 0.0, "max_tokens": 100} | parameters
-    return OutputState(range(prompt), SamplingParameters(**values), RULE, Letters())  # type: ignore[arg-type]  # one dict for all fields
+    # One dict for all fields.
+    sampling = SamplingParameters(**values)  # type: ignore[arg-type]
+    return OutputState(range(prompt), sampling, RULE, Letters())
 
 
 def feed(output: OutputState, *ids: int) -> list[OutputToken]:
@@ -144,7 +146,8 @@ def view_of(
         committed_position=4,
         cached_tokens=0,
         is_sealed=True,
-        sampling=SamplingParameters(**values),  # type: ignore[arg-type]  # one dict for all fields
+        # One dict for all fields.
+        sampling=SamplingParameters(**values),  # type: ignore[arg-type]
         finish_reason=finish_reason,
     )
     return LogView(head=head, token_ids=(0, 1, 2, 3, *output), rows=(), lsn=1)
