@@ -221,8 +221,12 @@ def up(
         int, typer.Option(envvar="BATON_UP_CHUNK_TOKENS", min=1, max=8192, help="Prefill chunk.")
     ] = 256,
     prefill_mode: Annotated[
-        PrefillMode, typer.Option(envvar="BATON_UP_PREFILL_MODE", help="Where prompts run.")
-    ] = PrefillMode.REMOTE,
+        PrefillMode,
+        typer.Option(
+            envvar="BATON_UP_PREFILL_MODE",
+            help="auto: apart, else where decode is; remote: apart only; local: never apart.",
+        ),
+    ] = PrefillMode.AUTO,
     run_dir: Annotated[
         Path | None,
         typer.Option(

@@ -35,7 +35,7 @@ class ClusterOptions:
     arena_bytes: int | None = None
     block_tokens: int = 16
     chunk_tokens: int = 256
-    prefill_mode: str = "remote"
+    prefill_mode: str = "auto"
     log_level: str = "info"
     tenants_file: Path | None = None
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
