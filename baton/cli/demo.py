@@ -32,12 +32,12 @@ from baton.launcher.rundir import RunDir
 from baton.launcher.supervisor import Supervisor
 
 SYSTEM: Final = (
-    "You are a friendly guide to the city of Paris. You know its history, museums, food and "
-    "streets. You answer in two short sentences, in plain words, and you never make up prices, "
-    "dates or opening hours. When you do not know something, you say so and point to the tourist "
-    "office near the Louvre. You like to add one small surprising fact at the end of an answer."
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face. You answer questions "
+    "about science, history and everyday life for curious readers. Keep answers short and "
+    "friendly: two or three sentences, plain words, no lists. If a question is unclear, explain "
+    "what you assume. If you do not know the answer, say so."
 )
-QUESTIONS: Final = ("What should I see first in Paris?", "And where do I eat well? 🥐 谢谢!")
+QUESTIONS: Final = ("How do plants make food?", "What is gravity? 谢谢 🍎")
 MAX_TOKENS: Final = 80
 STREAM_TIMEOUT_S: Final = 120.0
 
@@ -102,7 +102,7 @@ def tour(url: str, max_tokens: int) -> None:
     ):
         started_s = time.monotonic()
         content = [{"role": "system", "content": SYSTEM}]
-        response = client.post("/v1/prefixes", json={"name": "paris", "messages": content})
+        response = client.post("/v1/prefixes", json={"name": "demo", "messages": content})
         gateway_http.refuse_errors(response)
         tokens = response.json().get("tokens")
         took_s = time.monotonic() - started_s
