@@ -151,9 +151,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         except ServiceError as error:
             code = error.row.grpc_code
             await _abort(context, error)
+        except grpc.aio.InternalError as failed:
+            # What a write raises that meets the client's cancel on its way. It is a bug only while
+            # the client still waits.
+            internal = ServiceError.internal(new_error_id())
+            ended = await _sent(context, internal)
+            if ended is None:
+                code = _code_of_client(context)
+                raise asyncio.CancelledError("the client left during a write") from failed
+            code = grpc.StatusCode.INTERNAL
+            _log_bug(method, internal, failed)
+            raise ended from None
         except Exception as bug:  # noqa: BLE001  # whatever it is, the client gets an answer
             code = grpc.StatusCode.INTERNAL
-            await _abort(context, _logged(method, bug))
+            internal = ServiceError.internal(new_error_id())
+            _log_bug(method, internal, bug)
+            await _abort(context, internal)
         finally:
             self._measures.call_handled(method, code, time.monotonic() - started_s)
 
@@ -256,11 +269,10 @@ def _code_of_client(context: _Context) -> grpc.StatusCode:
     return grpc.StatusCode.CANCELLED
 
 
-def _logged(method: str, bug: Exception) -> ServiceError:
-    """The opaque answer to a bug, after its traceback was logged under the same error id."""
-    error_id = new_error_id()
+def _log_bug(method: str, answer: ServiceError, bug: Exception) -> None:
+    """Logs the traceback under the error id that the opaque answer carries."""
+    error_id = answer.metadata["error_id"]
     _log.error("call_failed_unexpectedly", method=method, error_id=error_id, exc_info=bug)
-    return ServiceError.internal(error_id)
 
 
 async def _abort(context: _Context, error: ServiceError) -> NoReturn:
