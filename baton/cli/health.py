@@ -1,0 +1,43 @@
+"""`baton health`: whether one service answers, for people, scripts and probes.
+
+Owns the command's form. Never does: ask (that is `baton.health_probe`, which containers run by
+itself because it starts faster).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton import health_probe
+from baton.cli.console import CommandFailed, ExitCode, output
+
+
+def health(
+    http: Annotated[
+        str | None, typer.Option(help="A health page, such as http://127.0.0.1:8080/readyz.")
+    ] = None,
+    grpc: Annotated[str | None, typer.Option(help="host:port of a service's gRPC server.")] = None,
+    service: Annotated[
+        str, typer.Option(help="With --grpc: a full service name, liveness or readiness.")
+    ] = "",
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, max=60.0, help="Seconds to wait.")
+    ] = health_probe.TIMEOUT_S,
+) -> None:
+    """Ask one service whether it is up; leaves with 1 when it is not.
+
+    Example: baton health --http http://127.0.0.1:8080/readyz
+    """
+    if http is not None and grpc is None:
+        found = health_probe.ask_http(http, timeout_s=timeout_s)
+    elif grpc is not None and http is None:
+        found = health_probe.ask_grpc(grpc, service=service, timeout_s=timeout_s)
+    else:
+        raise CommandFailed(
+            "name one service: --http URL or --grpc HOST:PORT", exit_code=ExitCode.USAGE
+        )
+    output().print(f"{'up' if found.is_up else 'down'}: {found.detail}", markup=False)
+    if not found.is_up:
+        raise typer.Exit(ExitCode.FAILED)
