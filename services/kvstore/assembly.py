@@ -7,7 +7,6 @@ submit). Used by the process and by in-process tests; reads no configuration.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import secrets
@@ -135,10 +134,7 @@ async def assemble(
         arena, plan.arena_dir / f"{plan.identity.node_id}.sock", clock.monotonic_s, _attach(runtime)
     )
     await service.start("attach", desk)
-    service.spawn(
-        "sweep",
-        every(SWEEP_INTERVAL_S, runtime.sweep, clock=clock, stopping=service.stopping),
-    )
+    await service.start("sweep", _Sweeping(service, runtime, clock))
     await service.start("drain", _Draining(runtime))
     access = Access(CapabilityVerifier(plan.cluster_key, clock), core)
     calls = Calls(
@@ -267,6 +263,32 @@ class _Closing(_Part):
         self._close()
 
 
+class _Sweeping(_Part):
+    """The clock's work, also while draining: leases of dead workers must end for it to end."""
+
+    def __init__(self, service: Service, runtime: Runtime, clock: WaitingClock) -> None:
+        self._service = service
+        self._runtime = runtime
+        self._clock = clock
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def start(self) -> None:
+        self._service.spawn("sweep", self._work())
+
+    async def stop(self) -> None:
+        self._stopping.set()
+        await self._ended.wait()
+
+    async def _work(self) -> None:
+        try:
+            await every(
+                SWEEP_INTERVAL_S, self._runtime.sweep, clock=self._clock, stopping=self._stopping
+            )
+        finally:
+            self._ended.set()
+
+
 class _Draining(_Part):
     """Refuses new logs, then waits a while for the written ones."""
 
@@ -334,7 +356,8 @@ class _Loop(_Part):
 
     async def _work(self) -> None:
         self._has_failed = True
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._ended.set)
+        try:
             await self._run()
             self._has_failed = False
+        finally:
+            self._ended.set()
