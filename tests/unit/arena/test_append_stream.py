@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 
 from baton.arena.append import AppendEntry, AppendOutcome
 from baton.arena.append_stream import AppendLimits, AppendStream
 from baton.arena.checksums import SlotChecksum
+from baton.arena.client import AppendCallFactory
 from baton.arena.replay import GrantedPage
 from baton.clock import SystemClock
 from baton.engine.sampling import SampledToken
@@ -83,8 +85,8 @@ class Store:
 
 def stream_to(store: Store, limits: AppendLimits = LIMITS) -> AppendStream:
     """A stream whose calls the fake store answers."""
-    # The fake has the call's three methods.
-    return AppendStream(store.open, ("decode-0", "capability"), SystemClock(), limits)  # type: ignore[arg-type]
+    introduction = ("decode-0", "capability")
+    return AppendStream(cast(AppendCallFactory, store.open), introduction, SystemClock(), limits)
 
 
 async def test_the_worker_is_introduced_once_per_stream() -> None:
@@ -162,8 +164,8 @@ async def test_a_cancelled_append_gives_its_stream_up() -> None:
 
     silent = Silent(faithful)
     calls = iter([silent, FakeCall(faithful)])
-    # A fake of the call.
-    stream = AppendStream(lambda: next(calls), ("d", "c"), SystemClock(), LIMITS)  # type: ignore[arg-type,return-value]
+    open_call = cast(AppendCallFactory, lambda: next(calls))
+    stream = AppendStream(open_call, ("d", "c"), SystemClock(), LIMITS)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(stream.append([entry()]))
         await waiting.wait()
@@ -181,8 +183,8 @@ async def test_silence_is_a_timeout_with_a_reason() -> None:
             raise AssertionError
 
     limits = AppendLimits(ack_timeout_s=0.01, give_up_s=0.0, retry_pause_s=0.001)
-    # A fake of the call.
-    stream = AppendStream(lambda: Silent(faithful), ("d", "c"), SystemClock(), limits)  # type: ignore[arg-type,return-value]
+    open_call = cast(AppendCallFactory, lambda: Silent(faithful))
+    stream = AppendStream(open_call, ("d", "c"), SystemClock(), limits)
     with pytest.raises(ServiceError) as caught:
         await stream.append([entry()])
     assert caught.value.reason is Reason.TRANSFER_TIMEOUT
