@@ -89,6 +89,10 @@ class Cleanup:
         await self._close(leg)
 
     async def _close(self, leg: Leg) -> None:
+        if leg.is_reserved:
+            # The answer ended before it came to decode: the slot is somebody else's now.
+            release = self._decodes.cancel(leg.plan.decode, leg.request.request_id, leg.control)
+            await _tried("release_slot", leg, release)
         drop = leg.request.is_dropped_at_end
         closing = self._stores.close(leg.plan.kvstore_address, leg.log_id, leg.control, drop=drop)
         await _tried("close", leg, closing)

@@ -119,6 +119,7 @@ class GatewayCore:
                     context_max=context_max,
                     seed=seed,
                     max_tokens_field=ask.max_tokens_field,
+                    prompt_field=field,
                 ),
                 cache_mode=ask.cache_mode,
                 cache_salt=ask.cache_salt,

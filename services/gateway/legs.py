@@ -102,3 +102,5 @@ class Leg:
     is_sealed: bool = False
     is_running: bool = False
     """A worker may be working on it: a cancel must tell it."""
+    is_reserved: bool = False
+    """The decode worker may hold a slot for it that no sequence has taken yet."""

@@ -92,15 +92,17 @@ class LogOpener:
             base = await self._parts.prefixes.manifest(match, request.request_id)
         leg = Leg(request=request, plan=plan, log_id=log_id, control=control)
         opened: Opened | None = None
-        is_reserved = False
+        is_open = False
+        # The first token is prefill's: an answer of one token never comes to decode.
+        leg.is_reserved = plan.prefill is not None and request.sampling.max_tokens != 1
         try:
             async with _Unwrapped(), asyncio.TaskGroup() as group:
                 opening = group.create_task(self._parts.stores.open(leg, base=base))
-                if plan.prefill is not None:
+                if leg.is_reserved:
                     group.create_task(self._parts.decodes.prepare(plan.decode, request))
-            opened, is_reserved = opening.result(), True
+            opened, is_open = opening.result(), True
         finally:
-            if not is_reserved:
+            if not is_open:
                 self._parts.cleanup.end(leg, is_complete=False)
         leg.generation = opened.generation
         leg.cached_tokens = opened.cached_tokens

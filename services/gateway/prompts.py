@@ -155,6 +155,7 @@ def resolve_sampling(
     context_max: int,
     seed: int,
     max_tokens_field: str = "max_tokens",
+    prompt_field: str = "prompt",
 ) -> SamplingParameters:
     """The parameters with seed and max_tokens decided.
 
@@ -169,7 +170,7 @@ def resolve_sampling(
             Reason.PROMPT_TOO_LONG,
             f"the context holds {context_max} tokens, the prompt has {prompt_tokens}{asked}; "
             "shorten the prompt or ask for fewer tokens",
-            field=max_tokens_field if room >= 1 else None,
+            field=max_tokens_field if room >= 1 else prompt_field,
         )
     resolved = replace(
         sampling,

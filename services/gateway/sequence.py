@@ -212,7 +212,7 @@ class Sequence:
         while True:
             stream = self._parts.streams.to(worker)
             inbox = stream.start(self._start(leg, next_index))
-            leg.is_running = True
+            leg.is_running, leg.is_reserved = True, False
             try:
                 lost = await self._consume(leg, inbox)
             finally:
