@@ -79,15 +79,20 @@ def scan_directory(directory: Path) -> LogScan:
         for item in (*segment.records, *segment.behind):
             if isinstance(item.record, Flush):
                 scan.durable_lsn = max(scan.durable_lsn, item.record.durable_lsn)
-    for segment in scan.segments:
-        _judge(scan, segment)
+    for index, segment in enumerate(scan.segments):
+        following = scan.segments[index + 1] if index + 1 < len(scan.segments) else None
+        _judge(scan, segment, following)
     if scan.damaged_from is None and scan.newest_lsn < scan.durable_lsn:
         scan.damaged_from = scan.newest_lsn + 1
     return scan
 
 
-def _judge(scan: LogScan, segment: SegmentScan) -> None:
-    """Torn tail or damage, and the order of LSNs across segments."""
+def _judge(scan: LogScan, segment: SegmentScan, following: SegmentScan | None) -> None:
+    """Torn tail or damage, and the order of LSNs across segments.
+
+    A segment that was given up after a failed write is not damaged by what it lacks: the next one
+    begins again at the first LSN that was not on disk.
+    """
     first = segment.records[0].header.lsn if segment.records else None
     if first is not None and scan.newest_lsn and first > scan.newest_lsn + 1:
         _damage(scan, segment, scan.newest_lsn + 1)
@@ -96,7 +101,12 @@ def _judge(scan: LogScan, segment: SegmentScan) -> None:
     if segment.bad_offset is None:
         return
     bad_lsn = scan.newest_lsn + 1
-    if bad_lsn <= scan.durable_lsn:
+    is_written_again = (
+        following is not None
+        and following.header is not None
+        and following.header.first_lsn <= bad_lsn
+    )
+    if bad_lsn <= scan.durable_lsn and not is_written_again:
         _damage(scan, segment, bad_lsn)
         # What can still be read behind it is used for logs that begin there only.
         segment.records += segment.behind

@@ -206,7 +206,7 @@ class Take:
         tail = _decode_tail(reader, tail_count)
         return cls(
             previous_generation=previous,
-            worker_id=reader.take_text(worker_bytes, "worker_id") or None,
+            worker_id=reader.take_optional_text(worker_bytes, "worker_id"),
             worker_slot=slot,
             worker_incarnation=incarnation,
             lease_ms=lease_ms,

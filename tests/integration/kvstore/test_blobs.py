@@ -81,9 +81,7 @@ def described(
     return descriptor_from_header(finished, crcs), payload
 
 
-def renamed(
-    descriptor: common_pb2.KvBlobDescriptor, **changes: Any
-) -> common_pb2.KvBlobDescriptor:
+def renamed(descriptor: common_pb2.KvBlobDescriptor, **changes: Any) -> common_pb2.KvBlobDescriptor:
     """The same blob under a new log id, with a header that fits."""
     header = header_from_descriptor(descriptor)
     changed = replace(header, **{"log_id": new_log_id(), **changes})
@@ -221,9 +219,7 @@ async def test_put_needs_a_capability_for_its_log_and_is_idempotent(site: Site) 
     descriptor, payload = await fetched(site, log_id, text)
     copy = renamed(descriptor)
     other = capability(new_log_id())
-    assert (
-        await reason_of(put(site, copy, payload, capability=other)) is Reason.PERMISSION_DENIED
-    )
+    assert await reason_of(put(site, copy, payload, capability=other)) is Reason.PERMISSION_DENIED
     assert await reason_of(put(site, copy, payload, capability="")) is Reason.UNAUTHENTICATED
     first = await put(site, copy, payload, request_id="same", capability=capability(copy.log_id))
     again = await put(site, copy, payload, request_id="same", capability=capability(copy.log_id))

@@ -132,9 +132,7 @@ async def test_wrong_capability_scope_or_tenant_is_refused(site: Site) -> None:
     for call in (
         site.stub.Close(kvstore_pb2.CloseRequest(log_id=log.log_id, capability=other)),
         site.stub.Cancel(kvstore_pb2.CancelRequest(log_id=log.log_id, capability=other)),
-        site.stub.DescribeLog(
-            kvstore_pb2.DescribeLogRequest(log_id=log.log_id, capability=other)
-        ),
+        site.stub.DescribeLog(kvstore_pb2.DescribeLogRequest(log_id=log.log_id, capability=other)),
         site.stub.DescribeBlob(
             kvstore_pb2.DescribeBlobRequest(log_id=log.log_id, capability=other)
         ),
@@ -273,9 +271,7 @@ async def test_lease_without_progress_is_lost_and_pages_wait_for_their_worker(si
     await worker.store.renew_leases(worker.incarnation, [], 3)
     await worker.store.renew_leases(worker.incarnation, [], 4)
     await site.until("released", pages_quarantined=0)
-    await site.stub.Cancel(
-        kvstore_pb2.CancelRequest(log_id=log.log_id, capability=log.capability)
-    )
+    await site.stub.Cancel(kvstore_pb2.CancelRequest(log_id=log.log_id, capability=log.capability))
 
 
 async def test_cancel_fences_and_frees(site: Site) -> None:

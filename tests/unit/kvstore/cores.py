@@ -6,6 +6,7 @@ Owns test doubles; asserts nothing.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -17,6 +18,16 @@ from baton.kv.numeric import TORCH_F32, NumericClass
 from baton.sampling_parameters import SamplingParameters
 from services.kvstore.core import Core, Limits
 from services.kvstore.lease import LeaseTable
+from services.kvstore.log.format import (
+    Record,
+    RecordAddress,
+    encode_record,
+    first_chain,
+    read_record,
+)
+from services.kvstore.log.journal import LogJournal
+from services.kvstore.log.reader import LogScan, SegmentScan
+from services.kvstore.log.recovery import Recovered, recover
 from services.kvstore.pages import PagePool
 from services.kvstore.state import AckLevel, FillPage, GrantedPage, LogState, PageRow, Writer
 from services.kvstore.store import Now, OpenOrder, Store
@@ -51,13 +62,25 @@ def new_id() -> bytes:
     return blake3(str(next(_ids)).encode()).digest(16)
 
 
-def build_store(pages: int = 64, **limits: Any) -> Store:
-    """A store over `pages` pages of 8 slots."""
+class ListSink:
+    """Takes the records of a `LogJournal`."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[Record, RecordAddress]] = []
+
+    def submit(self, record: Record, address: RecordAddress) -> None:
+        """Keeps one record."""
+        self.records.append((record, address))
+
+
+def build_store(pages: int = 64, sink: ListSink | None = None, **limits: Any) -> Store:
+    """A store over `pages` pages of 8 slots; with a sink its records are made in full."""
+    bounds = Limits(block_tokens=BLOCK, kv_digest=KV, tokenizer_hash=TOKENIZER, **limits)
     core = Core(
-        limits=Limits(block_tokens=BLOCK, kv_digest=KV, tokenizer_hash=TOKENIZER, **limits),
+        limits=bounds,
         pool=PagePool(pages),
         leases=LeaseTable(10.0),
-        journal=ListJournal(),
+        journal=ListJournal() if sink is None else LogJournal(sink, bounds, bytes(16), 10.0),
     )
     return Store(core, lambda scope: scope_secret(bytes(32), 1, scope))
 
@@ -142,9 +165,7 @@ class WorkerModel:
                 for index, row in enumerate(rows)
             ]
         )
-        return self.store.writes.checkpoint(
-            self.log_id, self.generation, (first, end), rows, now_s
-        )
+        return self.store.writes.checkpoint(self.log_id, self.generation, (first, end), rows, now_s)
 
     def seal(self, token: int | None = 5, finish: str | None = None) -> LogState:
         """Ends prefill."""
@@ -207,9 +228,7 @@ def take(
 ) -> WorkerModel:
     """The log's next writer."""
     generation = store.core.logs[log_id].generation
-    store.home.take(
-        log_id, generation, writer, numeric_class, pages=pages, now_s=NOW.monotonic_s
-    )
+    store.home.take(log_id, generation, writer, numeric_class, pages=pages, now_s=NOW.monotonic_s)
     fill_work(store)
     return WorkerModel(store, log_id, writer)
 
@@ -217,3 +236,20 @@ def take(
 def pages_of(granted: tuple[GrantedPage, ...]) -> list[int]:
     """Page numbers."""
     return [page.page for page in granted]
+
+
+def recovered_from(records: list[tuple[Record, RecordAddress]]) -> Recovered:
+    """What a restart makes of these records, encoded and read again."""
+    chain = first_chain(bytes(16))
+    data = bytearray()
+    for lsn, (record, address) in enumerate(records, start=1):
+        encoded = encode_record(record, address, lsn=lsn, previous_chain=chain)
+        chain = encoded.chain
+        data += encoded.data
+    chain, offset = first_chain(bytes(16)), 0
+    scan = SegmentScan(path=Path("memory"), sequence=1, header=None)
+    while offset < len(data):
+        item = read_record(data, offset, previous_chain=chain)
+        chain, offset = item.chain, item.end_offset
+        scan.records.append(item)
+    return recover(LogScan(segments=[scan]))

@@ -19,11 +19,13 @@ from tests.unit.kvstore.cores import (
     BLOCK,
     NOW,
     SCOPE,
+    ListSink,
     WorkerModel,
     build_store,
     fill_work,
     new_id,
     order,
+    recovered_from,
 )
 
 PAGES = 24
@@ -46,7 +48,8 @@ class LogLives(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = build_store(pages=PAGES)
+        self.sink = ListSink()
+        self.store = build_store(pages=PAGES, sink=self.sink)
         self.tokens: dict[bytes, list[int]] = {}
         self.writers: dict[bytes, WorkerModel] = {}
 
@@ -132,9 +135,7 @@ class LogLives(RuleBasedStateMachine):
         log = self.store.core.logs[log_id]
         old = log.generation
         try:
-            self.store.home.take(
-                log_id, old, writer, TORCH_F32, pages=pages, now_s=NOW.monotonic_s
-            )
+            self.store.home.take(log_id, old, writer, TORCH_F32, pages=pages, now_s=NOW.monotonic_s)
         except ServiceError as error:
             assert error.reason in EXPECTED, error
             assert log.generation == old
@@ -229,6 +230,18 @@ class LogLives(RuleBasedStateMachine):
         self.store.core.check_invariants()
         for log_id, log in self.store.core.logs.items():
             assert list(log.tokens) == self.tokens[log_id]
+
+    def teardown(self) -> None:
+        """A restart here would give back every log as it is, and no other (W1)."""
+        recovered = recovered_from(self.sink.records)
+        assert recovered.damaged == set()
+        assert set(recovered.logs) == set(self.store.core.logs)
+        for log_id, log in self.store.core.logs.items():
+            back = recovered.logs[log_id]
+            assert list(back.tokens) == self.tokens[log_id]
+            assert back.generation == log.generation
+            assert back.prompt_tokens == log.prompt_tokens
+            assert back.is_sealed == log.is_sealed
 
 
 LogLives.TestCase.settings = settings(
