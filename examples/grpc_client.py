@@ -9,6 +9,7 @@ Nothing of Baton is imported but the generated stubs (`baton.api`), which any la
 from __future__ import annotations
 
 import os
+import struct
 import sys
 import uuid
 from collections.abc import Iterator
@@ -76,6 +77,42 @@ def fetch(
     return descriptor, chunks
 
 
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli), bit by bit: 124 bytes need no table."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def renamed(descriptor: common_pb2.KvBlobDescriptor, log_id: bytes) -> common_pb2.KvBlobDescriptor:
+    """The descriptor under another log id: the log id is part of the header, so its CRC changes.
+
+    The 128-byte header of docs/formats.md, little-endian; the CRC covers bytes 0 to 123, masked.
+    """
+    new = common_pb2.KvBlobDescriptor()
+    new.CopyFrom(descriptor)
+    new.log_id = log_id
+    header = struct.pack(
+        "<4s8s6H3I2H2Q16s16s16s2I2HI2H",
+        b"BKV1",
+        new.tokenizer_hash,
+        *(new.version, new.dtype, new.layers, new.kv_heads, new.head_dim, new.block_tokens),
+        *(new.total_tokens, new.flags, new.first_position),
+        *(new.layout, new.head_dim_v),
+        *(new.generation, new.payload_bytes),
+        *(new.model_digest, new.kv_digest, new.log_id),
+        *(new.payload_offset, new.payload_crc32c),
+        *(new.first_layer, new.first_kv_head, new.numeric_class_id),
+        *(new.layers_total, new.kv_heads_total),
+    )
+    crc = crc32c(header)
+    new.header_crc32c = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+    return new
+
+
 def put(
     store: kvstore_pb2_grpc.KVStoreServiceStub,
     header: kvstore_pb2.PutBlobHeader,
@@ -121,7 +158,9 @@ def main() -> None:
             show(descriptor)
             fresh = capability(gateway, b"", "blob_put", "blob_get", "read")
             header = kvstore_pb2.PutBlobHeader(
-                request_id=uuid.uuid4().hex, capability=fresh.capability, descriptor=descriptor
+                request_id=uuid.uuid4().hex,
+                capability=fresh.capability,
+                descriptor=renamed(descriptor, fresh.log_id),
             )
             stored = put(store, header, chunks)
             print(f"stored it again as log {stored.log.log_id.hex()}, {stored.log.position} tokens")

@@ -253,9 +253,11 @@ class Sequence:
                         await self._complete(leg, token.delta.finish)
                         return None
                 case Lost() as lost:
+                    _log.warning("decode_lost", worker=leg.plan.decode.worker_id, why=lost.why)
                     return ServiceError(
                         Reason.WORKER_LOST,
-                        f"{lost.why}; the answer could not be continued elsewhere",
+                        "the decode worker was lost and the answer could not go on elsewhere; "
+                        "send the request again",
                         metadata={"worker": leg.plan.decode.worker_id},
                         retry_after_s=1.0,
                     )
