@@ -72,6 +72,18 @@ class MappedArena:
         start = index * self.shape.slot_bytes
         return self._view[start : start + self.shape.page_bytes]
 
+    def adopt(self, other: MappedArena) -> None:
+        """Become `other`, whose owner gives it up: the arena of a kvstore that came back.
+
+        Nothing may write or refer to the old pages any more; the old descriptor and mapping go.
+        """
+        old_view, old_map, old_descriptor = self._view, self._map, self._descriptor
+        self.shape, self.geometry = other.shape, other.geometry
+        self._descriptor, self._map, self._view = other._descriptor, other._map, other._view
+        old_view.release()
+        old_map.close()
+        os.close(old_descriptor)
+
     def unmap(self) -> None:
         """Give the arena up for good: tests and the end of a process only.
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.arena.client import KVStoreClient
+from baton.arena.client import KVStoreClient, WorkerIdentity
 from baton.arena.mapping import MappedArena
 from baton.engine.finish import EndRule
 from baton.kv.label import PairLabel
@@ -49,6 +49,10 @@ class Engine(Protocol):
         """As `prefill_kv`, and the logits after the chunk's last token, f32 [vocabulary]."""
         ...
 
+    def remap(self, arena: MappedArena) -> None:
+        """Compute over another arena's pages from now on; the old one is not referred to."""
+        ...
+
     def decode_step(
         self,
         tokens: Sequence[int],
@@ -66,11 +70,8 @@ class WorkerParts:
     `compute` runs the engine, `packing` checksums pages. `context_max` bounds a sequence's tokens.
     """
 
-    worker_id: str
-    incarnation: int
+    identity: WorkerIdentity
     model: str
-    label: PairLabel
-    geometry: KvGeometry
     engine: Engine
     tokenizer: TokenBytes
     rule: EndRule
@@ -83,6 +84,21 @@ class WorkerParts:
     packing: WorkThread
     progress: Progress
     held: HeldLogs
+
+    @property
+    def worker_id(self) -> str:
+        """Stable name of this worker."""
+        return self.identity.worker_id
+
+    @property
+    def label(self) -> PairLabel:
+        """What its KV is compatible with."""
+        return self.identity.label
+
+    @property
+    def geometry(self) -> KvGeometry:
+        """The page shape."""
+        return self.identity.geometry
 
     @property
     def context_max(self) -> int:

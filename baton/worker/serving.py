@@ -25,6 +25,7 @@ from baton.port_file import write_port_file
 from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server
+from baton.worker.attachment import Attachment
 from baton.worker.config import WorkerConfig
 from baton.worker.engine import WorkerParts
 from baton.worker.held_logs import RENEWAL_INTERVAL_MAX_S, RENEWALS_PER_LEASE, renew_once
@@ -145,11 +146,13 @@ async def serve_worker(
     service.on_ready_changed(show_ready)
     metrics_address = await _start_metrics(shell)
     counts = PageCounts(parts)
-    await service.start("leases", Background(service, "leases", _leases(shell, counts)))
+    attachment = Attachment(parts, config.kvstore, service.clock)
+    leases = _leases(shell, counts, attachment)
+    await service.start("leases", Background(service, "leases", leases))
     record = Record(
         worker_id=parts.worker_id,
         role=shell.role,
-        incarnation=parts.incarnation,
+        incarnation=parts.identity.incarnation,
         node_id=parts.node_id,
         address=config.advertise or shell.server.target,
         kvstore_address=config.kvstore,
@@ -167,7 +170,7 @@ async def serve_worker(
         return replace(
             record,
             is_draining=is_leaving,
-            is_ready=service.is_ready and not is_leaving,
+            is_ready=service.is_ready and attachment.is_attached and not is_leaving,
             progress=parts.progress.value,
             load=replace(load(), pages_free=counts.pages_free, pages_total=counts.pages_total),
         )
@@ -193,13 +196,16 @@ async def _start_metrics(shell: WorkerShell) -> str:
 
 
 def _leases(
-    shell: WorkerShell, counts: PageCounts
+    shell: WorkerShell, counts: PageCounts, attachment: Attachment
 ) -> Callable[[asyncio.Event], Coroutine[Any, Any, None]]:
     parts = shell.parts
 
-    async def tick() -> None:
+    async def tick(stopping: asyncio.Event) -> None:
         _idle(parts)
-        await renew_once(parts.held, parts.store, parts.incarnation, parts.progress)
+        try:
+            await renew_once(parts.held, parts.store, parts.identity.incarnation, parts.progress)
+        except ServiceError:
+            await attachment.restore(stopping)
         try:
             counts.pages_free = (await parts.store.describe_arena()).pages_free
         except ServiceError as error:
@@ -208,7 +214,9 @@ def _leases(
     async def run(stopping: asyncio.Event) -> None:
         lease_s = parts.lease_s or STARTING_LEASE_S
         interval_s = min(lease_s / RENEWALS_PER_LEASE, RENEWAL_INTERVAL_MAX_S)
-        await every(interval_s, tick, clock=shell.service.clock, stopping=stopping)
+        await every(
+            interval_s, lambda: tick(stopping), clock=shell.service.clock, stopping=stopping
+        )
 
     return run
 

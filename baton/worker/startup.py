@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from baton.arena.client import ArenaClient, AttachedArena, KVStoreClient, WorkerIdentity
+from baton.arena.client import KVStoreClient, WorkerIdentity
 from baton.capability import DEV_KEY, CapabilitySigner, Claims, Right
 from baton.clock import Clock, WaitingClock
 from baton.engine import golden_check
@@ -30,20 +30,16 @@ from baton.ids import new_incarnation
 from baton.models import resolve
 from baton.rpc.channel import Channel
 from baton.text.bundle import TextBundle
+from baton.worker.attachment import Waiting, attach_when_there
 from baton.worker.engine import WorkerParts
 from baton.worker.held_logs import HeldLogs
 from baton.worker.threads import Progress, WorkThread
 from baton.worker.torch_engine import TorchEngine
 
 DISTRIBUTION: Final = "baton-serving"
-ATTACH_PAUSE_S: Final = 0.25
-ATTACH_SAYS_AGAIN_S: Final = 5.0
 DEV_CAPABILITY_TTL_S: Final = 10 * 365 * 86_400.0
 
 _log = structlog.stdlib.get_logger("baton.worker")
-_PASSING: Final = frozenset(
-    {Reason.WORKER_LOST, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.QUEUE_FULL}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +101,9 @@ async def start_worker(
     store = KVStoreClient(channel, options.worker_id)
     try:
         model = await compute.run(lambda: _load(options))
-        block_tokens = await _block_tokens(store, options, clock)
-        identity = _identity(options, model, block_tokens)
-        attached = await _attach(store, identity, options, clock)
+        waiting = Waiting(options.kvstore, clock, asyncio.Event())
+        identity = _identity(options, model, await _block_tokens(store, waiting))
+        attached = await attach_when_there(store, identity, waiting)
     except ServiceError as error:
         raise StartupError(
             f"{options.worker_id} cannot start: {error.message}", hint=_hint(error)
@@ -122,11 +118,8 @@ async def start_worker(
         max_context=transformer.max_context,
     )
     return WorkerParts(
-        worker_id=identity.worker_id,
-        incarnation=identity.incarnation,
+        identity=identity,
         model=model.name,
-        label=identity.label,
-        geometry=identity.geometry,
         engine=TorchEngine(transformer),
         tokenizer=model.bundle.tokenizer,
         rule=rule,
@@ -179,56 +172,13 @@ def _load(options: WorkerOptions) -> _Model:
     )
 
 
-async def _block_tokens(store: KVStoreClient, options: WorkerOptions, clock: WaitingClock) -> int:
+async def _block_tokens(store: KVStoreClient, waiting: Waiting) -> int:
     """The page size of the node's arena; a worker has no say in it."""
-    waiting = _Waiting(options, clock)
     while True:
         try:
             return (await store.describe_arena()).shape.geometry.block_tokens
         except ServiceError as error:
             await waiting.pause(error)
-
-
-async def _attach(
-    store: KVStoreClient, identity: WorkerIdentity, options: WorkerOptions, clock: WaitingClock
-) -> AttachedArena:
-    waiting = _Waiting(options, clock)
-    while True:
-        try:
-            attached = await ArenaClient.attach(store, identity)
-        except ServiceError as error:
-            await waiting.pause(error)
-            continue
-        _log.info(
-            "arena_attached",
-            node_id=attached.node_id,
-            worker_slot=attached.worker_slot,
-            pages=attached.arena.shape.page_count,
-            lease_s=attached.lease_s,
-        )
-        return attached
-
-
-class _Waiting:
-    """Pauses between tries, saying what is waited for now and then; refusals end the wait."""
-
-    def __init__(self, options: WorkerOptions, clock: WaitingClock) -> None:
-        self._options = options
-        self._clock = clock
-        self._said_s: float | None = None
-        self._never = asyncio.Event()
-
-    async def pause(self, error: ServiceError) -> None:
-        """Wait a moment if `error` may pass by itself, else raise it."""
-        if error.reason not in _PASSING:
-            raise error
-        now_s = self._clock.monotonic_s()
-        if self._said_s is None or now_s - self._said_s >= ATTACH_SAYS_AGAIN_S:
-            self._said_s = now_s
-            _log.info(
-                "waiting_for_kvstore", kvstore=self._options.kvstore, reason=error.reason.value
-            )
-        await self._clock.wait(self._never, ATTACH_PAUSE_S)
 
 
 def _check_golden(transformer: Transformer, model: _Model) -> None:

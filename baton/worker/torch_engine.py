@@ -11,6 +11,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.arena.mapping import MappedArena
+from baton.engine.kv_pages import KvPages
 from baton.engine.transformer import Transformer
 
 
@@ -19,6 +21,12 @@ class TorchEngine:
 
     def __init__(self, transformer: Transformer) -> None:
         self.transformer = transformer
+
+    def remap(self, arena: MappedArena) -> None:
+        """Compute over another arena's pages from now on; the old one is not referred to."""
+        self.transformer.pages = KvPages.from_buffer(
+            arena.slots, arena.geometry, arena.shape.page_count
+        )
 
     def prefill_kv(
         self,

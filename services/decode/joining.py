@@ -6,7 +6,7 @@ Owns that path from order to `Sequence`. Never touches the batch: the runner add
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -17,13 +17,12 @@ from baton.errors import Reason, ServiceError
 from baton.kv.label import require_match
 from baton.worker.chunker import Chunk
 from baton.worker.engine import WorkerParts
+from baton.worker.held_logs import OnLost
 from baton.worker.output import OutputState, OutputToken, replay_output
 from baton.worker.prompt_run import PromptRun, RunTerms
 from services.decode.events import Produced, Started, StartOrder, TokenCounts
 from services.decode.machine import Sequence
 from services.decode.measures import DecodeMeasures
-
-LostLog = Callable[[HeldLog], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class Joiner:
         self._chunk_tokens = chunk_tokens
         self._turns = FairTurns()
 
-    async def join(self, order: StartOrder, lost: LostLog) -> Joined:
+    async def join(self, order: StartOrder, lost: OnLost) -> Joined:
         """Take or prefill the log of `order`; it is held until the runner discards it.
 
         `lost` is called if the store gives the log to another owner. Raises ServiceError; nothing
@@ -76,7 +75,7 @@ class Joiner:
             return await self._prefilled(order, lost)
         return await self._taken(order, lost)
 
-    async def _taken(self, order: StartOrder, lost: LostLog) -> Joined:
+    async def _taken(self, order: StartOrder, lost: OnLost) -> Joined:
         began_s = self._clock.monotonic_s()
         if order.next_index > 1:
             # A resume may meet a log whose answer is complete: nothing to own, only to tell.
@@ -90,7 +89,7 @@ class Joiner:
             request_id=f"{order.request_id}-{order.next_index}",
         )
         log = HeldLog(log_id=order.log.log_id, generation=taken.generation)
-        self._parts.held.add(log, lambda: lost(log))
+        self._parts.held.add(log, lost)
         try:
             view = await self._replay(order, log)
             self._check_sealed(view)
@@ -103,16 +102,16 @@ class Joiner:
             self._parts.held.discard(log)
             raise
 
-    async def _prefilled(self, order: StartOrder, lost: LostLog) -> Joined:
+    async def _prefilled(self, order: StartOrder, lost: OnLost) -> Joined:
         began_s = self._clock.monotonic_s()
         log = order.log
         view = await self._replay(order, log)
         self._check_open(view)
         run = PromptRun(self._parts, view, self._terms(order))
 
-        def gone() -> None:
-            run.stop(_stale())
-            lost(log)
+        def gone(error: ServiceError) -> None:
+            run.stop(error)
+            lost(error)
 
         self._parts.held.add(log, gone)
         try:
@@ -296,10 +295,4 @@ def _produced(
             ),
         )
         for token in tokens[next_index:]
-    )
-
-
-def _stale() -> ServiceError:
-    return ServiceError(
-        Reason.STALE_GENERATION, "the kvstore gave this log to another owner; stop for good"
     )

@@ -213,7 +213,7 @@ class Runner:
     async def _join(self, member: _Member) -> None:
         """Bring one sequence to where it can step; every way out answers its gateway."""
         try:
-            joined = await self._joiner.join(member.order, lambda _log: self._lose(member))
+            joined = await self._joiner.join(member.order, lambda error: self._lose(member, error))
         except ServiceError as error:
             self._remove(member, member.failure or error)
             return
@@ -376,12 +376,8 @@ class Runner:
             self._post(member, produced)
         return True
 
-    def _lose(self, member: _Member) -> None:
-        member.end(
-            ServiceError(
-                Reason.STALE_GENERATION, "the kvstore gave this log to another owner; stop for good"
-            )
-        )
+    def _lose(self, member: _Member, error: ServiceError) -> None:
+        member.end(error)
         self._wake.set()
 
     def _post(self, member: _Member, what: Started | Produced | Failed) -> None:

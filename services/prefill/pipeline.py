@@ -179,8 +179,13 @@ class Pipeline:
             run = PromptRun(self._parts, view, self._terms(order, view, on_commit))
             self._turns.scheduler.set_tokens(order.request_id, run.missing_tokens)
             self._runs[order.request_id] = run
+
+            def lost(error: ServiceError) -> None:
+                _log.warning("log_lost", reason=error.reason.value)
+                self.cancel(order.request_id, error)
+
             try:
-                with self._parts.held.holding(run.log, lambda: self._lost(order.request_id)):
+                with self._parts.held.holding(run.log, lost):
                     waited = WaitingTurns(turns, entered_s, self._clock)
                     return await self._sealed(order, view, run, waited)
             finally:
@@ -263,12 +268,3 @@ class Pipeline:
                 f"the prompt names a token id beyond the vocabulary of {self._parts.vocabulary}",
                 field="prompt_token_ids",
             )
-
-    def _lost(self, request_id: str) -> None:
-        _log.warning("log_lost", request_id=request_id)
-        self.cancel(
-            request_id,
-            ServiceError(
-                Reason.STALE_GENERATION, "the kvstore gave this log to another owner; stop for good"
-            ),
-        )

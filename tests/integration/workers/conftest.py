@@ -21,7 +21,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     """The running processes."""
     run_dir: Path = tmp_path_factory.mktemp("workers")
     with running_workers(run_dir) as running:
-        yield running
+        yield running.addresses
 
 
 @pytest.fixture(scope="session")

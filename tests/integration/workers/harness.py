@@ -63,8 +63,44 @@ class Addresses:
     decode: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """The running processes by name, and what starts each of them."""
+
+    addresses: Addresses
+    run_dir: Path
+    at: dict[str, str]
+    flags: dict[str, tuple[str, ...]]
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str) -> None:
+        """Start one process; it is not ready yet."""
+        argv = [sys.executable, "-m", f"services.{name.rpartition('-')[0]}", *self.flags[name]]
+        argv += ["--port", self.at[name].rpartition(":")[2], "--log-level", "info"]
+        with (self.run_dir / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                argv, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+
+    def kill(self, name: str) -> None:
+        """End one process without warning."""
+        process = self.running.pop(name)
+        process.kill()
+        process.wait(5.0)
+
+    def stop(self) -> None:
+        """End all, the kvstore last."""
+        for process in reversed(self.running.values()):
+            process.terminate()
+            try:
+                process.wait(15.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5.0)
+
+
 @contextmanager
-def running_workers(run_dir: Path, chunk_sizes: Sequence[int] = (16, 64)) -> Iterator[Addresses]:
+def running_workers(run_dir: Path, chunk_sizes: Sequence[int] = (16, 64)) -> Iterator[Processes]:
     """A kvstore, one prefill worker per chunk size and a decode worker, ready."""
     model = write_directory(run_dir / "tiny", GQA_TIED)
     ports = PortReservation("127.0.0.1")
@@ -74,54 +110,36 @@ def running_workers(run_dir: Path, chunk_sizes: Sequence[int] = (16, 64)) -> Ite
     common = ("--model", str(model), "--dtype", "float32")
     worker = (*common, "--kvstore", at["kvstore-0"], "--threads", "1")
     # A short path on a tmpfs of this run's own: the attach socket lies there too.
-    arena_dir = Path(f"/dev/shm/baton-test-{os.getpid()}")  # noqa: S108 - 0700, the kvstore's
+    arena_dir = Path(f"/dev/shm/baton-test-{at['kvstore-0'][-5:]}")  # noqa: S108 - 0700, the kvstore's
     flags: dict[str, tuple[str, ...]] = {
         "kvstore-0": (
             *common,
             *("--node-id", f"test-{os.getpid()}", "--block-tokens", str(BLOCK_TOKENS)),
             *("--arena-bytes", str(ARENA_BYTES), "--log-dir", str(run_dir / "log")),
-            *("--arena-dir", str(arena_dir)),
-            *("--run-dir", str(run_dir)),
+            *("--arena-dir", str(arena_dir), "--run-dir", str(run_dir)),
         ),
         "decode-0": (*worker, "--worker-id", "decode-0", "--chunk-tokens", "32"),
     }
     for size in chunk_sizes:
         chunk = ("--worker-id", f"prefill-{size}", "--chunk-tokens", str(size))
         flags[f"prefill-{size}"] = (*worker, *chunk)
+    addresses = Addresses(
+        model=model,
+        kvstore=at["kvstore-0"],
+        prefill={size: at[f"prefill-{size}"] for size in chunk_sizes},
+        decode=at["decode-0"],
+    )
+    processes = Processes(addresses=addresses, run_dir=run_dir, at=at, flags=flags)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, arena_dir, ignore_errors=True)
+        stack.callback(processes.stop)
         for name in names:
-            stack.enter_context(_process(name, at[name], flags[name], run_dir))
-        asyncio.run(_all_ready(at, run_dir))
-        yield Addresses(
-            model=model,
-            kvstore=at["kvstore-0"],
-            prefill={size: at[f"prefill-{size}"] for size in chunk_sizes},
-            decode=at["decode-0"],
-        )
+            processes.start(name)
+        asyncio.run(all_ready(at, run_dir))
+        yield processes
 
 
-@contextmanager
-def _process(name: str, address: str, flags: tuple[str, ...], run_dir: Path) -> Iterator[None]:
-    service = name.rpartition("-")[0]
-    argv = [sys.executable, "-m", f"services.{service}", *flags]
-    argv += ["--port", address.rpartition(":")[2], "--log-level", "warning"]
-    with (run_dir / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            argv, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        try:
-            yield
-        finally:
-            process.terminate()
-            try:
-                process.wait(15.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(5.0)
-
-
-async def _all_ready(at: dict[str, str], run_dir: Path) -> None:
+async def all_ready(at: dict[str, str], run_dir: Path) -> None:
     try:
         async with asyncio.timeout(READY_TIMEOUT_S), asyncio.TaskGroup() as group:
             for address in at.values():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from baton.arena.replay import HeldLog
 from baton.errors import Reason, ServiceError
 from baton.worker.held_logs import HeldLogs, renew_once
@@ -36,8 +38,8 @@ class Store:
 async def test_everything_held_is_named_with_the_progress() -> None:
     """Leases are renewed by progress, not by a timer alone."""
     held, store, progress = HeldLogs(), Store(), Progress()
-    held.add(LOG, lambda: None)
-    held.add(OTHER, lambda: None)
+    held.add(LOG, lambda _error: None)
+    held.add(OTHER, lambda _error: None)
     progress.worked()
     await renew_once(held, store, 9, progress)
     assert store.renewals == [([LOG, OTHER], progress.value)]
@@ -54,10 +56,10 @@ async def test_the_holder_of_a_lost_log_is_told_once_and_named_until_it_lets_go(
     """It may still be writing: until it discards the log, the store must not reuse its pages."""
     told: list[str] = []
     held, store = HeldLogs(), Store(LOG.log_id)
-    with held.holding(LOG, lambda: told.append("lost")):
+    with held.holding(LOG, lambda error: told.append(error.reason.value)):
         for _ in range(2):
             await renew_once(held, store, 9, Progress())
-        assert told == ["lost"]
+        assert told == ["STALE_GENERATION"]
         assert held.logs() == [LOG]
     assert held.logs() == []
 
@@ -66,9 +68,9 @@ async def test_a_log_that_was_taken_again_meanwhile_is_not_lost() -> None:
     """The answer speaks of the generation that was named."""
     told: list[str] = []
     held = HeldLogs()
-    held.add(LOG, lambda: told.append("old"))
+    held.add(LOG, lambda _error: told.append("old"))
     renewed = held.logs()
-    held.add(NEWER, lambda: told.append("new"))
+    held.add(NEWER, lambda _error: told.append("new"))
     held.lose(frozenset({LOG.log_id}), renewed)
     assert told == []
     held.discard(LOG)
@@ -81,8 +83,30 @@ async def test_an_unreachable_store_loses_nothing() -> None:
     """The next renewal tries again; the store's own clock decides."""
     told: list[str] = []
     held = HeldLogs()
-    held.add(LOG, lambda: told.append("lost"))
+    held.add(LOG, lambda error: told.append(error.reason.value))
     store = Store(LOG.log_id, error=ServiceError(Reason.WORKER_LOST, "gone"))
     await renew_once(held, store, 9, Progress())
     assert told == []
     assert held.logs() == [LOG]
+
+
+async def test_a_store_that_forgot_us_is_an_error_of_its_own() -> None:
+    """It restarted: the worker must attach again, not only try again."""
+    store = Store(error=ServiceError(Reason.NO_WORKER, "who?"))
+    with pytest.raises(ServiceError) as caught:
+        await renew_once(HeldLogs(), store, 9, Progress())
+    assert caught.value.reason is Reason.NO_WORKER
+
+
+async def test_losing_everything_tells_each_holder_why_and_waits_for_them() -> None:
+    """The old arena may only go when nobody writes it any more."""
+    told: list[str] = []
+    held = HeldLogs()
+    for log in (LOG, OTHER):
+        held.add(log, lambda error: told.append(error.reason.value))
+    held.lose_all(ServiceError(Reason.WORKER_LOST, "restarted"))
+    assert told == ["WORKER_LOST", "WORKER_LOST"]
+    held.discard(LOG)
+    assert not await held.wait_none_left(0.001)
+    held.discard(OTHER)
+    assert await held.wait_none_left(0.001)

@@ -1,0 +1,113 @@
+"""Being attached to the node's kvstore: waiting for it at start, finding it again after a restart.
+
+Owns the waits and the order of a re-attach: every holder stops and lets go, then the new arena is
+mapped, then the engine computes over it. A kvstore that restarted has another arena; what was in
+the old one is recomputed from tokens by whoever takes the logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import structlog
+
+from baton.arena.client import ArenaClient, AttachedArena, KVStoreClient, WorkerIdentity
+from baton.clock import WaitingClock
+from baton.errors import Reason, ServiceError
+from baton.worker.engine import WorkerParts
+
+PAUSE_S: Final = 0.25
+SAYS_AGAIN_S: Final = 5.0
+LET_GO_TIMEOUT_S: Final = 30.0
+
+_PASSING: Final = frozenset(
+    {Reason.WORKER_LOST, Reason.DRAINING, Reason.DEADLINE_EXCEEDED, Reason.QUEUE_FULL}
+)
+_log = structlog.stdlib.get_logger("baton.worker")
+
+
+class Waiting:
+    """Pauses between tries, saying what is waited for now and then; refusals end the wait."""
+
+    def __init__(self, kvstore: str, clock: WaitingClock, stopping: asyncio.Event) -> None:
+        self._kvstore = kvstore
+        self._clock = clock
+        self._stopping = stopping
+        self._said_s: float | None = None
+
+    async def pause(self, error: ServiceError) -> None:
+        """Wait a moment if `error` may pass by itself and nobody stops us, else raise it."""
+        if error.reason not in _PASSING:
+            raise error
+        now_s = self._clock.monotonic_s()
+        if self._said_s is None or now_s - self._said_s >= SAYS_AGAIN_S:
+            self._said_s = now_s
+            _log.info("waiting_for_kvstore", kvstore=self._kvstore, reason=error.reason.value)
+        if await self._clock.wait(self._stopping, PAUSE_S):
+            raise error
+
+
+async def attach_when_there(
+    store: KVStoreClient, identity: WorkerIdentity, waiting: Waiting
+) -> AttachedArena:
+    """Attach as soon as the kvstore answers; raises its refusal."""
+    while True:
+        try:
+            attached = await ArenaClient.attach(store, identity)
+        except ServiceError as error:
+            await waiting.pause(error)
+            continue
+        _log.info(
+            "arena_attached",
+            node_id=attached.node_id,
+            worker_slot=attached.worker_slot,
+            pages=attached.arena.shape.page_count,
+            lease_s=attached.lease_s,
+        )
+        return attached
+
+
+class Attachment:
+    """Whether this worker is attached, and the way back when it is not."""
+
+    def __init__(self, parts: WorkerParts, kvstore: str, clock: WaitingClock) -> None:
+        self._parts = parts
+        self._kvstore = kvstore
+        self._clock = clock
+        self._is_attached = True
+
+    @property
+    def is_attached(self) -> bool:
+        """False while the kvstore does not know us: no new work can be done."""
+        return self._is_attached
+
+    async def restore(self, stopping: asyncio.Event) -> None:
+        """Stop everything, attach again, map the arena of now.
+
+        Raises ServiceError when the kvstore refuses this worker for good, or when something still
+        writes: the process must end then, because its mapping may not go.
+        """
+        self._is_attached = False
+        _log.warning("kvstore_forgot_us", held=len(self._parts.held))
+        self._parts.held.lose_all(
+            ServiceError(
+                Reason.WORKER_LOST,
+                "the kvstore of this node restarted; take the log again",
+                retry_after_s=1.0,
+            )
+        )
+        if not await self._parts.held.wait_none_left(LET_GO_TIMEOUT_S):
+            raise ServiceError(
+                Reason.WORKER_LOST, "sequences did not stop after the kvstore was lost"
+            )
+        waiting = Waiting(self._kvstore, self._clock, stopping)
+        try:
+            attached = await attach_when_there(self._parts.store, self._parts.identity, waiting)
+        except ServiceError:
+            if stopping.is_set():
+                return
+            raise
+        await self._parts.compute.run(lambda: self._parts.engine.remap(attached.arena))
+        self._parts.arena.adopt(attached.arena)
+        self._is_attached = True

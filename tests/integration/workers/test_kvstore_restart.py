@@ -1,0 +1,76 @@
+"""A kvstore that dies and comes back: workers attach again, logs go on from their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from baton.errors import Reason
+from baton.ids import new_request_id
+from baton.sampling_parameters import SamplingParameters
+from tests.integration.workers.harness import (
+    Answer,
+    Direct,
+    Gateway,
+    OpenedLog,
+    Processes,
+    all_ready,
+    event_shape,
+    gateway_to,
+    running_workers,
+    shape,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.more]
+
+PARAMETERS = SamplingParameters(temperature=0.0, max_tokens=450, ignore_eos=True)
+PROMPT = [4 + index % 80 for index in range(40)]
+
+
+@pytest.fixture
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Processes of this test's own: it kills one."""
+    with running_workers(tmp_path_factory.mktemp("restart"), (16,)) as running:
+        yield running
+
+
+async def test_answers_go_on_after_the_kvstore_was_killed(processes: Processes) -> None:
+    """Tokens are precious, KV is recomputable: what was acked stands, and the rest is the same."""
+    direct = Direct(processes.addresses.model)
+    expected = shape(direct.tokens(PROMPT, PARAMETERS))
+    async with gateway_to(processes.addresses, direct) as gateway:
+        log = await gateway.open(PROMPT, PARAMETERS, "prefill-16")
+        _, sealed = await gateway.prefill(log, 16)
+        got = [event_shape(sealed.first_token)]
+        async with gateway.stream() as stream:
+            await stream.start(log, next_index=1)
+            await stream.until(log.request_id, tokens=5)
+            processes.kill("kvstore-0")
+            broken = await stream.until(log.request_id)
+        assert broken.error is not None
+        assert broken.error.reason in (Reason.WORKER_LOST, Reason.TRANSFER_TIMEOUT)
+        got += broken.shapes()
+        processes.start("kvstore-0")
+        await all_ready({"kvstore-0": processes.addresses.kvstore}, processes.run_dir)
+        again = await resumed(gateway, log, len(got))
+        assert [*got, *again.shapes()] == expected
+        assert await gateway.answer(PROMPT, PARAMETERS, 16) == expected
+
+
+async def resumed(gateway: Gateway, log: OpenedLog, next_index: int) -> Answer:
+    """Take the log again, as a gateway does that learns its newest generation from refusals."""
+    async with asyncio.timeout(60.0):
+        while True:
+            log.request_id = new_request_id()
+            async with gateway.stream() as stream:
+                await stream.start(log, next_index=next_index)
+                answer = await stream.until(log.request_id)
+            if answer.error is None:
+                return answer
+            reason = answer.error.reason
+            if reason == Reason.STALE_GENERATION:
+                log.generation = int(answer.error.metadata["current"])
+            else:
+                assert reason in (Reason.WORKER_LOST, Reason.NO_WORKER), answer.error
