@@ -398,6 +398,7 @@ def compare(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.runs):
         for folder in arguments.grpcio or [None]:
             version, figures = run_candidate(folder, rest)
+            print(f"grpcio {version} measured", file=sys.stderr)
             runs.setdefault(version, []).append(figures)
     medians = {
         version: {
@@ -407,9 +408,9 @@ def compare(arguments: argparse.Namespace) -> None:
     }
     names = list(next(iter(medians.values())))
     head = f"median of {arguments.runs} runs"
-    print(f"{head:32s}" + "".join(f"{version:>12s}" for version in medians))
+    print(f"{head:36s}" + "".join(f"{version:>12s}" for version in medians))
     for name in names:
-        print(f"{name:32s}" + "".join(f"{medians[v][name]:12.1f}" for v in medians))
+        print(f"{name:36s}" + "".join(f"{medians[v][name]:12.1f}" for v in medians))
     metrics = {
         f"{name}.{version}": round(value, 2)
         for version, figures in medians.items()
