@@ -142,7 +142,10 @@ class PromptRun:
         missing = self.table.missing_pages(0, self._end)
         if missing:
             pages = await self._parts.store.grant(
-                self.log.log_id, self.log.generation, missing, f"{self._terms.request_id}-prompt"
+                self.log.log_id,
+                self.log.generation,
+                missing,
+                f"{self._terms.request_id}-{self.log.generation}-prompt",
             )
             self.table.grant(pages)
         self.table.require(self._end)

@@ -33,6 +33,8 @@ from baton.worker.startup import WorkerOptions, capability_or_dev, software_vers
 
 _log = structlog.stdlib.get_logger("baton.worker")
 STARTING_LEASE_S: Final = 10.0
+PEER_STREAMS: Final = frozenset({"/baton.api.decode.v1.DecodeService/Run"})
+"""Streams that live as long as a gateway; they count against no limit on calls."""
 
 
 class Background:
@@ -94,7 +96,7 @@ async def open_shell(service: Service, config: WorkerConfig, role: Role) -> Work
         ServerOptions(
             bind=f"{config.host}:{config.port}",
             is_insecure_bind_allowed=config.insecure_bind,
-            limits=CallLimits(calls_max=4096),
+            limits=CallLimits(calls_max=4096, unbounded_methods=PEER_STREAMS),
         ),
         RpcMeasures(metrics, "server"),
     )

@@ -86,7 +86,11 @@ class Joiner:
             order.log,
             order.capability,
             pages=1,
-            request_id=f"{order.request_id}-{order.next_index}",
+            # One id per distinct take: the store answers a repeated id from memory.
+            request_id=(
+                f"{order.request_id}-{self._parts.identity.incarnation:x}"
+                f"-{order.log.generation}-{order.next_index}"
+            ),
         )
         log = HeldLog(log_id=order.log.log_id, generation=taken.generation)
         self._parts.held.add(log, lost)

@@ -294,7 +294,7 @@ class Runner:
                 sequence.log.log_id,
                 sequence.log.generation,
                 sequence.missing_pages(),
-                f"{sequence.request_id}-{sequence.tokens}",
+                f"{sequence.request_id}-{sequence.log.generation}-{sequence.tokens}",
             )
             sequence.table.grant(pages)
         except ServiceError as error:

@@ -110,7 +110,7 @@ def running_workers(run_dir: Path, chunk_sizes: Sequence[int] = (16, 64)) -> Ite
     common = ("--model", str(model), "--dtype", "float32")
     worker = (*common, "--kvstore", at["kvstore-0"], "--threads", "1")
     # A short path on a tmpfs of this run's own: the attach socket lies there too.
-    arena_dir = Path(f"/dev/shm/baton-test-{at['kvstore-0'][-5:]}")  # noqa: S108 - 0700, the kvstore's
+    arena_dir = Path("/dev/shm", f"baton-test-{at['kvstore-0'][-5:]}")  # noqa: S108 - made 0700
     flags: dict[str, tuple[str, ...]] = {
         "kvstore-0": (
             *common,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -14,11 +15,13 @@ async def test_jobs_run_in_one_named_thread_in_order() -> None:
     """Torch is used from one thread at a time."""
     thread = WorkThread("engine")
     names: list[tuple[int, str]] = []
+
+    def job(index: int) -> Callable[[], None]:
+        return lambda: names.append((index, threading.current_thread().name))
+
     async with asyncio.TaskGroup() as group:
         for index in range(3):
-            group.create_task(
-                thread.run(lambda i=index: names.append((i, threading.current_thread().name)))  # type: ignore[misc]
-            )
+            group.create_task(thread.run(job(index)))
     thread.close()
     assert [index for index, _ in names] == [0, 1, 2]
     assert len({name for _, name in names}) == 1
