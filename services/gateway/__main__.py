@@ -28,6 +28,7 @@ from baton.rpc.server import RpcServer, ServerOptions, build_server, is_loopback
 from baton.text.bundle import TextBundle
 from services.gateway.auth import Authenticator, load_tenants
 from services.gateway.cleanup import Cleanup
+from services.gateway.client_prefixes import PrefixClient
 from services.gateway.clients import DecodeClient, MergerClient, PrefillClient, StoreClient
 from services.gateway.config import GatewayConfig
 from services.gateway.core import GatewayCore
@@ -41,10 +42,10 @@ from services.gateway.planner import Planner, PlanRules
 from services.gateway.prefix_cache import PrefixCache
 from services.gateway.prompts import ServedModel
 from services.gateway.registry import Registry
-from services.gateway.registry_servicer import RegistryServicer
 from services.gateway.rest.application import RestApplication, with_cors
 from services.gateway.rest.routes import RestLimits, Routes
 from services.gateway.servicer import GatewayServicer
+from services.gateway.servicer_registry import RegistryServicer
 
 NAME: Final = "gateway"
 GATEWAY_SERVICE: Final = "baton.api.gateway.v1.GatewayService"
@@ -113,6 +114,7 @@ async def _core(
         PrefillClient(channels),
         DecodeClient(channels),
     )
+    prefix_client = PrefixClient(channels)
     mint = CapabilityMint(CapabilitySigner(key, service.clock))
     cleanup = Cleanup(stores, prefills, decodes, service.spawn)
     await service.start("cleanup", cleanup)
@@ -135,7 +137,10 @@ async def _core(
         prefills=prefills,
         decodes=decodes,
         streams=streams,
-        prefixes=PrefixCache(stores, MergerClient(channels), hub, mint=mint, clock=service.clock),
+        prefixes=PrefixCache(
+            prefix_client, MergerClient(channels), hub, mint=mint, clock=service.clock
+        ),
+        prefix_client=prefix_client,
         mint=mint,
         cleanup=cleanup,
         clock=service.clock,

@@ -8,28 +8,24 @@ Never decides what happens then (that is `sequence`).
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 
-from baton.api.decode.v1 import decode_pb2, decode_pb2_grpc
 from baton.client import ChannelPool
 from baton.clock import WaitingClock
 from baton.errors import Reason, ServiceError
-from baton.wire.durations import duration_from_proto, duration_to_proto
-from baton.wire.errors import error_from_proto
-from services.gateway.hub import WorkerHub
-from services.gateway.inbox import Failed, Inbox, Lost, SequenceEvent, Started, Token
-from services.gateway.registry import WorkerRecord
-from services.gateway.wire import (
-    delta_from_proto,
-    exactness_from_proto,
-    label_message,
-    usage_from_proto,
+from services.gateway.decode_wire import (
+    Addressed,
+    Command,
+    StartCommand,
+    StopCommand,
+    run_stream,
 )
+from services.gateway.hub import WorkerHub
+from services.gateway.inbox import Inbox, Lost
+from services.gateway.registry import WorkerRecord
 
 _log = structlog.stdlib.get_logger("baton.gateway.decode_streams")
 
@@ -37,34 +33,20 @@ COMMANDS_MAX: Final = 1024
 WATCH_INTERVAL_S: Final = 0.25
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartCommand:
-    """What a sequence asks of a decode worker."""
-
-    request_id: str
-    log_id: bytes
-    generation: int
-    capability: str
-    next_index: int
-    is_local_prefill: bool
-    deadline_in_s: float
-    traceparent: str | None
+OpenStream = Callable[[AsyncIterator[Command]], AsyncIterator[list[Addressed]]]
 
 
 class DecodeStream:
     """The stream to one run of one worker."""
 
-    def __init__(self, worker: WorkerRecord, hello: decode_pb2.Hello, clock: WaitingClock) -> None:
+    def __init__(self, worker: WorkerRecord, clock: WaitingClock) -> None:
         self.worker = worker
-        self._hello = hello
+        self.heard_s = clock.monotonic_s()
         self._clock = clock
         self._inboxes: dict[str, Inbox] = {}
-        self._commands: asyncio.Queue[decode_pb2.RunRequest] = asyncio.Queue(COMMANDS_MAX)
+        self._commands: asyncio.Queue[Command] = asyncio.Queue(COMMANDS_MAX)
         self._closing = asyncio.Event()
         self._is_broken = False
-        self.heard_s = clock.monotonic_s()
 
     @property
     def is_broken(self) -> bool:
@@ -80,18 +62,7 @@ class DecodeStream:
         """Send a start and return where its events will come."""
         if self._is_broken:
             raise ServiceError(Reason.WORKER_LOST, "the stream to the decode worker broke")
-        message = decode_pb2.StartSequence(
-            request_id=command.request_id,
-            log_id=command.log_id,
-            generation=command.generation,
-            capability=command.capability,
-            next_index=command.next_index,
-            local_prefill=command.is_local_prefill,
-            label=label_message(self.worker),
-            deadline=duration_to_proto(max(command.deadline_in_s, 0.001)),
-            traceparent=command.traceparent or "",
-        )
-        self._send(decode_pb2.RunRequest(start=message))
+        self._send(command)
         inbox = Inbox(self._clock)
         self._inboxes[command.request_id] = inbox
         return inbox
@@ -100,9 +71,8 @@ class DecodeStream:
         """Tell the worker to stop a sequence and forget it; harmless when it is gone."""
         if self._inboxes.pop(request_id, None) is None or self._is_broken:
             return
-        message = decode_pb2.StopSequence(request_id=request_id)
         try:
-            self._send(decode_pb2.RunRequest(stop=message))
+            self._send(StopCommand(request_id=request_id))
         except ServiceError as error:
             _log.warning("stop_not_sent", request_id=request_id, reason=error.reason.value)
 
@@ -110,9 +80,9 @@ class DecodeStream:
         """A sequence has ended by itself."""
         self._inboxes.pop(request_id, None)
 
-    def _send(self, message: decode_pb2.RunRequest) -> None:
+    def _send(self, command: Command) -> None:
         try:
-            self._commands.put_nowait(message)
+            self._commands.put_nowait(command)
         except asyncio.QueueFull as error:
             raise ServiceError(
                 Reason.QUEUE_FULL,
@@ -128,12 +98,12 @@ class DecodeStream:
         for inbox in inboxes.values():
             inbox.put(Lost(why=why))
 
-    async def run(self, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> None:
+    async def run(self, opened: OpenStream) -> None:
         """Read until the stream ends, however it ends; never raises but for a cancel."""
         why = "the decode worker ended the stream"
         try:
             async with asyncio.TaskGroup() as group:
-                reading = group.create_task(self._read(stub))
+                reading = group.create_task(self._read(opened))
                 closing = group.create_task(self._closing.wait())
                 await asyncio.wait((reading, closing), return_when=asyncio.FIRST_COMPLETED)
                 reading.cancel()
@@ -144,52 +114,24 @@ class DecodeStream:
             _log.info("decode_stream_closed", worker=self.worker.worker_id, why=why)
             self.lose(why)
 
-    async def _read(self, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> None:
-        call = stub.Run(self._requests(), timeout=math.inf)
-        async for response in call:
+    async def _read(self, opened: OpenStream) -> None:
+        async for events in opened(self._queued()):
             self.heard_s = self._clock.monotonic_s()
-            for event in response.events:
-                self._deliver(event)
+            for one in events:
+                self._deliver(one)
 
-    async def _requests(self) -> AsyncIterator[decode_pb2.RunRequest]:
-        yield decode_pb2.RunRequest(hello=self._hello)
+    async def _queued(self) -> AsyncIterator[Command]:
         while True:
             yield await self._commands.get()
 
-    def _deliver(self, message: decode_pb2.SequenceEvent) -> None:
-        inbox = self._inboxes.get(message.request_id)
-        event = _event_from_proto(message)
-        if inbox is None or event is None:
+    def _deliver(self, one: Addressed) -> None:
+        inbox = self._inboxes.get(one.request_id)
+        if inbox is None:
             return
-        if not inbox.put(event):
-            self.stop(message.request_id)
+        if not inbox.put(one.event):
+            self.stop(one.request_id)
         elif inbox.is_closed:
-            self.forget(message.request_id)
-
-
-def _event_from_proto(message: decode_pb2.SequenceEvent) -> SequenceEvent | None:
-    kind = message.WhichOneof("event")
-    if kind == "token":
-        has_usage = message.HasField("usage")
-        return Token(
-            delta=delta_from_proto(message.token),
-            usage=usage_from_proto(message.usage) if has_usage else None,
-        )
-    if kind == "started":
-        started = message.started
-        has_prefill = started.HasField("prefill_compute")
-        return Started(
-            generation=started.generation,
-            position=started.position,
-            kv_transfer_s=duration_from_proto(started.kv_transfer),
-            exactness=exactness_from_proto(started.exactness),
-            prefill_compute_s=(
-                duration_from_proto(started.prefill_compute) if has_prefill else None
-            ),
-        )
-    if kind == "error":
-        return Failed(error=error_from_proto(message.error))
-    return None
+            self.forget(one.request_id)
 
 
 class DecodeStreams:
@@ -208,7 +150,7 @@ class DecodeStreams:
         self._hub = hub
         self._clock = clock
         self._spawn = spawn
-        self._hello = decode_pb2.Hello(gateway_id=hello[0], incarnation=hello[1])
+        self._hello = hello
         self._streams: dict[str, DecodeStream] = {}
 
     def to(self, worker: WorkerRecord) -> DecodeStream:
@@ -218,10 +160,13 @@ class DecodeStreams:
             if stream.worker.incarnation == worker.incarnation:
                 return stream
             stream.lose("the decode worker restarted")
-        stream = DecodeStream(worker, self._hello, self._clock)
+        stream = DecodeStream(worker, self._clock)
         self._streams[worker.worker_id] = stream
-        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
-        self._spawn(f"decode-stream-{worker.worker_id}", stream.run(stub))
+
+        def opened(commands: AsyncIterator[Command]) -> AsyncIterator[list[Addressed]]:
+            return run_stream(self._channels, worker, self._hello, commands)
+
+        self._spawn(f"decode-stream-{worker.worker_id}", stream.run(opened))
         return stream
 
     def sequences_on(self, worker_id: str) -> int:

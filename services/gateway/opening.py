@@ -19,6 +19,7 @@ from baton.errors import Reason, ServiceError
 from baton.ids import new_log_id
 from baton.kv.manifest import Manifest
 from services.gateway.cleanup import Cleanup
+from services.gateway.client_prefixes import PrefixClient
 from services.gateway.clients import DecodeClient, Opened, PrefillClient, StoreClient
 from services.gateway.decode_streams import DecodeStreams
 from services.gateway.legs import CONTROL_RIGHTS, CapabilityMint, Leg, Plan
@@ -54,6 +55,7 @@ class SequenceParts:
     decodes: DecodeClient
     streams: DecodeStreams
     prefixes: PrefixCache
+    prefix_client: PrefixClient
     mint: CapabilityMint
     cleanup: Cleanup
     clock: WaitingClock

@@ -11,14 +11,12 @@ from typing import Final
 
 import structlog
 
-from baton.api.kvstore.v1 import kvstore_pb2
 from baton.clock import Clock
 from baton.errors import Reason, ServiceError
 from baton.kv.manifest import Manifest
 from baton.kv.splice import splice
-from baton.wire.durations import timestamp_from_proto
-from baton.wire.segments import segment_from_proto
-from services.gateway.clients import CONTROL_TIMEOUT_S, MergerClient, StoreClient
+from services.gateway.client_prefixes import PrefixClient
+from services.gateway.clients import MergerClient
 from services.gateway.hub import WorkerHub
 from services.gateway.legs import CapabilityMint
 from services.gateway.prefixes import PrefixMatch, PublishedPrefix
@@ -44,14 +42,14 @@ class PrefixCache:
 
     def __init__(
         self,
-        stores: StoreClient,
+        client: PrefixClient,
         mergers: MergerClient,
         hub: WorkerHub,
         *,
         mint: CapabilityMint,
         clock: Clock,
     ) -> None:
-        self._stores = stores
+        self._client = client
         self._mergers = mergers
         self._hub = hub
         self._mint = mint
@@ -88,17 +86,15 @@ class PrefixCache:
 
     async def _refreshed(self, address: str, known: _List | None) -> tuple[PublishedPrefix, ...]:
         capability = self._mint.mint_own(ttl_s=LIST_CAPABILITY_TTL_S, request_id="prefix-list")
-        message = kvstore_pb2.ListPrefixesRequest(
-            capability=capability, known_version=0 if known is None else known.version
-        )
-        answer = await self._stores.stub(address).ListPrefixes(message, timeout=CONTROL_TIMEOUT_S)
+        version = None if known is None else known.version
+        answer = await self._client.listed(address, capability, version)
         now_s = self._clock.monotonic_s()
-        if answer.unchanged and known is not None:
+        if answer is None:
+            assert known is not None, "only a known list can be unchanged"
             known.checked_s = now_s
             return known.prefixes
-        prefixes = tuple(prefix_from_proto(one, address) for one in answer.prefixes)
-        self._lists[address] = _List(answer.version, now_s, prefixes)
-        return prefixes
+        self._lists[address] = _List(answer.version, now_s, answer.prefixes)
+        return answer.prefixes
 
     async def manifest(self, match: PrefixMatch, request_id: str) -> Manifest:
         """The manifest that starts a history with the matched prefix."""
@@ -124,23 +120,3 @@ _MERGER_GONE: Final = frozenset(
         Reason.INTERNAL,
     }
 )
-
-
-def prefix_from_proto(message: kvstore_pb2.PublishedPrefix, address: str) -> PublishedPrefix:
-    """A listed prefix."""
-    return PublishedPrefix(
-        prefix_id=message.prefix_id,
-        name=message.name,
-        segment=segment_from_proto(message.segment),
-        text_bytes=message.text_bytes,
-        template_digest=message.template_digest,
-        owner_tenant=message.owner_tenant,
-        tenants=tuple(message.tenants),
-        model=message.model,
-        create_wall_s=timestamp_from_proto(message.create_time),
-        expire_wall_s=(
-            timestamp_from_proto(message.expire_time) if message.HasField("expire_time") else None
-        ),
-        hits=message.hits,
-        kvstore_address=address,
-    )

@@ -11,21 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from baton.api.kvstore.v1 import kvstore_pb2
 from baton.errors import Reason, ServiceError
 from baton.kv.digests import history_at, history_start, ids_hash, text_hash
 from baton.kv.label import PairLabel
 from baton.kv.manifest import Segment
 from baton.sampling_parameters import SamplingParameters
-from baton.wire.durations import timestamp_to_proto
-from baton.wire.segments import segment_to_proto
+from services.gateway.client_prefixes import PrefixOffer
 from services.gateway.clients import CONTROL_TIMEOUT_S
-from services.gateway.decode_streams import StartCommand
+from services.gateway.decode_wire import StartCommand
 from services.gateway.inbox import Failed, Lost, Token
 from services.gateway.legs import CONTROL_RIGHTS, DECODE_RIGHTS, PREFILL_RIGHTS, Leg
 from services.gateway.opening import LogOpener, SequenceParts
 from services.gateway.planner import PlanRequest
-from services.gateway.prefix_cache import prefix_from_proto
 from services.gateway.prefixes import PublishedPrefix, cut_to_blocks
 from services.gateway.prompts import ServedModel
 from services.gateway.request import (
@@ -64,8 +61,12 @@ class Publisher:
     """Publishes, lists and revokes."""
 
     def __init__(
-        self, parts: SequenceParts, model: ServedModel, new_request_id: Callable[[], str]
+        self,
+        parts: SequenceParts,
+        model: ServedModel,
+        new_request_id: Callable[[], str],
     ) -> None:
+        self._client = parts.prefix_client
         self._parts = parts
         self._model = model
         self._new_request_id = new_request_id
@@ -161,28 +162,23 @@ class Publisher:
 
     async def _publish(self, leg: Leg, order: PublishOrder, label: PairLabel) -> PublishedPrefix:
         prompt, address = leg.request.prompt, leg.plan.kvstore_address
-        message = kvstore_pb2.PublishedPrefix(
+        now_s = self._parts.clock.wall_s()
+        offer = PrefixOffer(
             name=order.name,
-            segment=segment_to_proto(_segment(leg, prompt, label)),
+            segment=_segment(leg, prompt, label),
+            token_ids=prompt.token_ids,
             tenants=order.tenants,
             owner_tenant=leg.request.tenant.name,
             text_bytes=len(prompt.rendered),
             template_digest=self._parts.template_digest,
             model=self._model.name,
+            expire_wall_s=None if order.ttl_s is None else now_s + order.ttl_s,
         )
-        message.segment.token_ids.extend(prompt.token_ids)
-        message.log.CopyFrom(message.segment.log)
-        if order.ttl_s is not None:
-            end_s = self._parts.clock.wall_s() + order.ttl_s
-            message.expire_time.CopyFrom(timestamp_to_proto(end_s))
-        answer = await self._parts.stores.stub(address).Publish(
-            kvstore_pb2.PublishRequest(
-                prefix=message, capability=leg.control, request_id=leg.request.request_id
-            ),
-            timeout=CONTROL_TIMEOUT_S,
+        prefix = await self._client.publish(
+            address, offer, capability=leg.control, request_id=leg.request.request_id
         )
         self._parts.prefixes.forget(address)
-        return prefix_from_proto(answer.prefix, address)
+        return prefix
 
     async def usable(self, tenant: Tenant) -> list[PublishedPrefix]:
         """The prefixes that a tenant may use, at every store, by name."""
@@ -213,8 +209,7 @@ class Publisher:
                 tenant, CONTROL_RIGHTS, ttl_s=CONTROL_TIMEOUT_S, request_id=self._new_request_id()
             )
             address = prefix.kvstore_address
-            message = kvstore_pb2.RevokeRequest(prefix_id=prefix.prefix_id, capability=capability)
-            await self._parts.stores.stub(address).Revoke(message, timeout=CONTROL_TIMEOUT_S)
+            await self._client.revoke(address, prefix.prefix_id, capability)
             self._parts.prefixes.forget(address)
 
 

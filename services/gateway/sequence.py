@@ -18,7 +18,7 @@ import structlog
 
 from baton.errors import Reason, ServiceError
 from services.gateway.clients import Sealed
-from services.gateway.decode_streams import StartCommand
+from services.gateway.decode_wire import StartCommand
 from services.gateway.events import (
     Admitted,
     Completed,

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import grpc
 
+from baton.api.common.v1 import common_pb2
 from baton.api.merger.v1 import merger_pb2, merger_pb2_grpc
 from baton.errors import Reason, ServiceError
 from baton.kv.manifest import SEGMENTS_MAX
@@ -71,7 +72,8 @@ class MergerServicer(merger_pb2_grpc.MergerServiceServicer):
                 self._measures.passed_on(len(piece))
                 yield merger_pb2.MaterializeResponse(chunk=piece)
             else:
-                yield merger_pb2.MaterializeResponse(descriptor=piece)
+                descriptor = common_pb2.KvBlobDescriptor.FromString(piece.descriptor)
+                yield merger_pb2.MaterializeResponse(descriptor=descriptor)
 
     def _outcomes(
         self, splices: Sequence[merger_pb2.SpliceRequest]

@@ -215,6 +215,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.runs: list[prefill_pb2.RunRequest] = []
         self.cancelled: list[str] = []
 
+    # The stubs type a response stream as an iterator; grpc.aio takes an async one.
     async def Run(  # type: ignore[override]
         self, request: prefill_pb2.RunRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.RunResponse]:
@@ -280,6 +281,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.store.note()
         return decode_pb2.CancelResponse(found=True)
 
+    # A coroutine that writes: sequences write from tasks of their own.
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[decode_pb2.RunRequest], context: Any
     ) -> None:
@@ -411,12 +413,11 @@ async def fake_workers(tokenizer_hash: bytes, decodes: int = 2) -> AsyncIterator
     servers: list[RpcServer] = []
     # The stubs call the base classes abstract; what is not faked here answers UNIMPLEMENTED.
     store = FakeStore()  # type: ignore[abstract]
+    # The same.
     prefill = FakePrefill(store)  # type: ignore[abstract]
-    fakes = FakeWorkers(
-        store,
-        prefill,
-        [FakeDecode(store) for _ in range(decodes)],  # type: ignore[abstract]
-    )
+    # The same.
+    decoding = [FakeDecode(store) for _ in range(decodes)]  # type: ignore[abstract]
+    fakes = FakeWorkers(store, prefill, decoding)
     pool = ChannelPool()
     store_at = await _serve(
         kvstore_pb2_grpc.add_KVStoreServiceServicer_to_server, store, "kvstore", servers

@@ -103,6 +103,7 @@ class BlobStore(kvstore_pb2_grpc.KVStoreServiceServicer):
         descriptor = common_pb2.KvBlobDescriptor(total_tokens=tokens)
         return kvstore_pb2.DescribeBlobResponse(descriptor=descriptor)
 
+    # The stubs type a response stream as an iterator; grpc.aio takes an async one.
     async def GetBlob(  # type: ignore[override]
         self, request: kvstore_pb2.GetBlobRequest, context: Any
     ) -> AsyncIterator[kvstore_pb2.GetBlobResponse]:
