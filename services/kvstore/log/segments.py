@@ -19,6 +19,7 @@ from typing import Final
 import structlog
 
 from services.kvstore.log.format import (
+    ALIGNMENT_BYTES,
     SEGMENT_BYTES,
     SEGMENT_HEADER_BYTES,
     STORE_ADDRESS,
@@ -232,11 +233,23 @@ class SegmentWriter:
             sync_directory(self._directory)
         return freed
 
-    def close(self) -> None:
-        """Flushes and cuts the last segment to its size: a clean stop leaves no torn tail."""
+    def close(self, final_lsn: int | None = None) -> None:
+        """Flushes and cuts the last segment to its size: a clean stop leaves no torn tail.
+
+        With `final_lsn` a last FLUSH states that everything is on disk, so that whatever is missing
+        at the next start is damage.
+        """
         if self._descriptor is None:
             return
         self._flush()
+        if final_lsn is not None and self._fits(2 * ALIGNMENT_BYTES):
+            last = encode_record(
+                Flush(durable_lsn=self.durable_lsn),
+                STORE_ADDRESS,
+                lsn=final_lsn,
+                previous_chain=self._chain,
+            )
+            self._put([last.data])
         os.ftruncate(self._descriptor, self._offset)
         os.fsync(self._descriptor)
         os.close(self._descriptor)

@@ -197,4 +197,6 @@ class LogWriter:
 
     async def close(self) -> None:
         """After `run` ended: flushes and ends the segment."""
-        await self._run(self._segments.close)
+        final_lsn = self._next_lsn
+        self._next_lsn += 1
+        await self._run(lambda: self._segments.close(final_lsn))

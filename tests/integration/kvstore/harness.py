@@ -27,12 +27,11 @@ from baton.arena.checksums import chunk_pages, commit_rows, slot_checksum
 from baton.arena.client import (
     ArenaClient,
     AttachedArena,
-    HeldLog,
     KVStoreClient,
     WorkerIdentity,
 )
 from baton.arena.page_table import PageTable
-from baton.arena.replay import LogView
+from baton.arena.replay import HeldLog, LogView
 from baton.capability import DEV_KEY, CapabilitySigner, Claims, Right
 from baton.clock import SystemClock
 from baton.engine.config import read_config

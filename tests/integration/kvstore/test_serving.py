@@ -9,7 +9,7 @@ import pytest
 
 from baton.api.common.v1 import common_pb2
 from baton.api.kvstore.v1 import kvstore_pb2
-from baton.arena.client import HeldLog
+from baton.arena.replay import HeldLog
 from baton.capability import Right
 from baton.errors import Reason, ServiceError
 from baton.ids import new_log_id, new_request_id

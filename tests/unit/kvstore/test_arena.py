@@ -1,0 +1,138 @@
+"""The arena file: made whole or not at all, one owner, a lock per worker slot, verified copies."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.errors import StartupError
+from baton.kv.layout import KvDtype, KvGeometry, page_crc, page_view, slot_crcs
+from services.kvstore.arena import DATA_OFFSET, Arena, ArenaSpec
+from services.kvstore.page_worker import Damaged, Filled, fill_page
+from services.kvstore.state import FillPage, PageRow, SlotSource
+
+GEOMETRY = KvGeometry(
+    layers=2, kv_heads=2, head_dim=4, head_dim_v=4, block_tokens=8, dtype=KvDtype.F32
+)
+
+
+def spec(directory: Path, pages: int = 4, node_id: str = "n0") -> ArenaSpec:
+    """A small arena."""
+    return ArenaSpec(
+        directory=directory,
+        node_id=node_id,
+        arena_bytes=pages * GEOMETRY.slot_bytes,
+        geometry=GEOMETRY,
+        kv_digest=bytes(16),
+        arena_id=bytes(range(16)),
+    )
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    """Four pages."""
+    made = Arena.create(spec(tmp_path))
+    yield made
+    made.close()
+
+
+def test_file_is_allocated_whole_private_and_headed(arena: Arena) -> None:
+    """Every byte is there before a worker maps it: no SIGBUS later."""
+    stat = arena.spec.path.stat()
+    assert stat.st_size == DATA_OFFSET + 4 * GEOMETRY.slot_bytes
+    assert stat.st_blocks * 512 >= stat.st_size
+    assert stat.st_mode & 0o777 == 0o600
+    head = arena.spec.path.read_bytes()[:DATA_OFFSET]
+    assert head[:4] == b"BKA1"
+    assert head[8:24] == bytes(range(16))
+
+
+@pytest.mark.parametrize(("pages", "word"), [(1, "--arena-bytes"), (1 << 40, "/dev/shm")])
+def test_arena_that_is_too_small_or_does_not_fit_names_the_remedy(
+    tmp_path: Path, pages: int, word: str
+) -> None:
+    """Refused before anything is allocated."""
+    with pytest.raises(StartupError) as refused:
+        Arena.create(spec(tmp_path, pages))
+    assert word in f"{refused.value.message} {refused.value.hint}"
+    assert not list(tmp_path.glob("*.kv"))
+
+
+def test_arena_of_a_running_store_is_refused_and_of_a_dead_one_made_anew(tmp_path: Path) -> None:
+    """The flock tells which it is, not a pid or an age."""
+    first = Arena.create(spec(tmp_path))
+    first.page(0)[:] = 9
+    with pytest.raises(StartupError, match="running kvstore"):
+        Arena.create(spec(tmp_path))
+    path = first.spec.path
+    stale = path.read_bytes()
+    first.close()
+    path.write_bytes(stale)
+    second = Arena.create(spec(tmp_path))
+    assert not second.page(0).any()
+    second.close()
+
+
+def test_slot_lock_stands_while_the_mapping_does(arena: Arena) -> None:
+    """Not the descriptor, not a heartbeat: the last mapping (O4)."""
+    descriptor = arena.open_for_worker(3)
+    assert descriptor is not None
+    assert arena.is_slot_locked(3)
+    assert not arena.is_slot_locked(4)
+    assert arena.open_for_worker(3) is None
+    mapping = mmap.mmap(descriptor, 0)
+    os.close(descriptor)
+    assert arena.is_slot_locked(3)
+    mapping.close()
+    assert not arena.is_slot_locked(3)
+
+
+def filled(arena: Arena, page: int, tokens: int) -> PageRow:
+    """A page with bytes of its own and the row that describes them."""
+    content = np.random.default_rng(page).integers(0, 256, GEOMETRY.page_bytes, dtype=np.uint8)
+    arena.page(page)[:] = content
+    is_full = tokens == GEOMETRY.block_tokens
+    return PageRow(
+        page=page,
+        page_generation=1,
+        tokens=tokens,
+        crc=page_crc(GEOMETRY, arena.page(page)) if is_full else None,
+        slot_crcs=[] if is_full else list(slot_crcs(GEOMETRY, arena.page(page), 0, tokens)),
+    )
+
+
+def work(sources: list[SlotSource], tokens: int) -> FillPage:
+    """A copy into page 3."""
+    target = PageRow(page=3, page_generation=1, tokens=tokens)
+    return FillPage(
+        log_id=bytes(16), generation=1, block_index=0, target=target, sources=tuple(sources)
+    )
+
+
+def test_slots_of_several_pages_are_joined_and_checksummed(arena: Arena) -> None:
+    """A spliced block: some slots from one log, the rest from another."""
+    one, two = filled(arena, 0, 8), filled(arena, 1, 7)
+    sources = [
+        SlotSource(row=one, first_slot=0, tokens=3),
+        SlotSource(row=two, first_slot=3, tokens=4),
+    ]
+    result = fill_page(arena, work(sources, 7))
+    assert isinstance(result, Filled)
+    assert result.slot_crcs[:3] == list(slot_crcs(GEOMETRY, arena.page(0), 0, 3))
+    assert result.slot_crcs[3:] == two.slot_crcs[3:7]
+    assert not page_view(GEOMETRY, arena.page(3)).k[:, :, 7].any()
+
+
+@pytest.mark.parametrize("tokens", [8, 5])
+def test_source_that_does_not_verify_is_not_copied(arena: Arena, tokens: int) -> None:
+    """Bytes are verified when a generation takes them over."""
+    row = filled(arena, 0, tokens)
+    arena.page(0)[0] ^= 1
+    source = SlotSource(row=row, first_slot=0, tokens=tokens)
+    assert isinstance(fill_page(arena, work([source], tokens)), Damaged)
+    assert not arena.page(3).any()
