@@ -1,4 +1,4 @@
-"""A kvstore that dies and comes back: workers attach again, logs go on from their tokens."""
+"""Processes that end: a killed kvstore that comes back, workers told to stop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from baton.ids import new_request_id
 from baton.sampling_parameters import SamplingParameters
 from tests.integration.workers.harness import (
     Answer,
+    DecodeStream,
     Direct,
     Gateway,
     OpenedLog,
@@ -74,3 +75,36 @@ async def resumed(gateway: Gateway, log: OpenedLog, next_index: int) -> Answer:
                 log.generation = int(answer.error.metadata["current"])
             else:
                 assert reason in (Reason.WORKER_LOST, Reason.NO_WORKER), answer.error
+
+
+async def test_workers_told_to_stop_finish_what_they_have(processes: Processes) -> None:
+    """SIGTERM drains: the running answer comes whole, new work is refused, the exit is clean."""
+    direct = Direct(processes.addresses.model)
+    async with gateway_to(processes.addresses, direct) as gateway:
+        log = await gateway.open(PROMPT, PARAMETERS, "prefill-16")
+        _, sealed = await gateway.prefill(log, 16)
+        late = await gateway.open(PROMPT, PARAMETERS, "decode-0")
+        async with gateway.stream() as stream:
+            await stream.start(log, next_index=1)
+            await stream.until(log.request_id, tokens=3)
+            processes.running["decode-0"].terminate()
+            await draining(stream, late)
+            answer = await stream.until(log.request_id)
+    assert answer.error is None
+    got = [event_shape(sealed.first_token), *answer.shapes()]
+    assert got == shape(direct.tokens(PROMPT, PARAMETERS))
+    processes.running["prefill-16"].terminate()
+    for name in ("decode-0", "prefill-16"):
+        assert await asyncio.to_thread(processes.running[name].wait, 30.0) == 0
+
+
+async def draining(stream: DecodeStream, late: OpenedLog) -> None:
+    """Ask until the worker says that it is stopping; the signal takes a moment to arrive."""
+    async with asyncio.timeout(10.0):
+        while True:
+            late.request_id = new_request_id()
+            await stream.start(late, next_index=1)
+            answer = await stream.until(late.request_id)
+            assert answer.error is not None
+            if answer.error.reason == Reason.DRAINING:
+                return
