@@ -203,12 +203,16 @@ def encode_record(
     A body over `PAYLOAD_BYTES_MAX` or a field out of its range is our bug and asserts.
     """
     payload = record.encode()
-    return _frame(int(type_of(record)), payload, address, lsn, previous_chain)
+    return frame_payload(
+        type_of(record), payload, address, lsn=lsn, previous_chain=previous_chain
+    )
 
 
-def _frame(
-    type_code: int, payload: bytes, address: RecordAddress, lsn: int, previous_chain: int
+def frame_payload(
+    kind: RecordType, payload: bytes, address: RecordAddress, *, lsn: int, previous_chain: int
 ) -> EncodedRecord:
+    """As `encode_record`, for a body that is encoded already."""
+    type_code = int(kind)
     assert len(payload) <= PAYLOAD_BYTES_MAX, f"payload of {len(payload)} bytes"
     assert len(address.log_id) == LOG_ID_BYTES
     head = _HEADER.pack(

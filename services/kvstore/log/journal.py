@@ -1,7 +1,7 @@
 """The cores' journal: what they did, as records for the log writer.
 
-Owns how a log's state becomes records. Records are built at once, on the loop, because the state
-goes on changing; they are framed and written by the writer's thread. Never waits.
+Owns how a log's state becomes records. Their bodies are encoded at once, on the loop, because the
+state goes on changing; they are framed and written by the writer's thread. Never waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.kvstore.log.fields import (
     PageEntry,
     PageRef,
 )
-from services.kvstore.log.format import Record, RecordAddress
+from services.kvstore.log.format import Record, RecordAddress, RecordType, type_of
 from services.kvstore.log.records import (
     Append,
     Checkpoint,
@@ -43,8 +43,8 @@ TTL_RECORD_MAX_S = (1 << 32) - 1
 class RecordSink(Protocol):
     """Takes records in order; `log.writer.LogWriter` is one."""
 
-    def submit(self, record: Record, address: RecordAddress) -> None:
-        """Queues one record."""
+    def submit(self, kind: RecordType, payload: bytes, address: RecordAddress) -> None:
+        """Queues one encoded record body."""
 
 
 class LogJournal:
@@ -168,7 +168,7 @@ class LogJournal:
     def closed_by_id(self, log_id: bytes, generation: int, reason: CloseReason) -> None:
         """CLOSE of a log whose state is not there any more."""
         address = RecordAddress(log_id=log_id, generation=generation, position=0)
-        self._sink.submit(Close(reason=reason), address)
+        self._put(Close(reason=reason), address)
 
     def published(self, prefix: Prefix) -> None:
         """PUBLISH."""
@@ -191,7 +191,7 @@ class LogJournal:
         address = RecordAddress(
             log_id=prefix.log_id, generation=prefix.generation, position=prefix.position
         )
-        self._sink.submit(record, address)
+        self._put(record, address)
 
     def revoked(self, prefix: Prefix, wall_s: float) -> None:
         """REVOKE."""
@@ -199,15 +199,16 @@ class LogJournal:
         address = RecordAddress(
             log_id=prefix.log_id, generation=prefix.generation, position=prefix.position
         )
-        self._sink.submit(record, address)
+        self._put(record, address)
 
     # --- parts ------------------------------------------------------------------------------
 
     def _submit(self, record: Record, log: LogState, position: int | None = None) -> None:
         at = log.position if position is None else position
-        self._sink.submit(
-            record, RecordAddress(log_id=log.log_id, generation=log.generation, position=at)
-        )
+        self._put(record, RecordAddress(log_id=log.log_id, generation=log.generation, position=at))
+
+    def _put(self, record: Record, address: RecordAddress) -> None:
+        self._sink.submit(type_of(record), record.encode(), address)
 
     def _identity(self, log: LogState) -> LogIdentity:
         return LogIdentity(

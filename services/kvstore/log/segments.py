@@ -23,12 +23,14 @@ from services.kvstore.log.format import (
     SEGMENT_BYTES,
     SEGMENT_HEADER_BYTES,
     STORE_ADDRESS,
-    Record,
+    EncodedRecord,
     RecordAddress,
+    RecordType,
     SegmentHeader,
     encode_record,
     encode_segment_header,
     first_chain,
+    frame_payload,
 )
 from services.kvstore.log.store_records import Flush
 
@@ -41,10 +43,11 @@ _log = structlog.stdlib.get_logger("services.kvstore.log")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbered:
-    """A record with its place in the store's order."""
+    """An encoded body with its place in the store's order."""
 
     lsn: int
-    record: Record
+    kind: RecordType
+    payload: bytes
     address: RecordAddress
 
 
@@ -108,24 +111,21 @@ class SegmentWriter:
         assert group, "an empty group is not written"
         flush = Numbered(
             lsn=group[0].lsn - 1,
-            record=Flush(durable_lsn=self.durable_lsn),
+            kind=RecordType.FLUSH,
+            payload=Flush(durable_lsn=self.durable_lsn).encode(),
             address=STORE_ADDRESS,
         )
         segments: list[int] = []
         pieces: list[bytes] = []
         pending = 0
         for item in (flush, *group):
-            encoded = encode_record(
-                item.record, item.address, lsn=item.lsn, previous_chain=self._chain
-            )
+            encoded = self._framed(item)
             size = pending + len(encoded.data)
             if self._descriptor is None or not self._fits(size):
                 self._put(pieces)
                 pieces, pending = [], 0
                 self._roll(item.lsn)
-                encoded = encode_record(
-                    item.record, item.address, lsn=item.lsn, previous_chain=self._chain
-                )
+                encoded = self._framed(item)
             self._chain = encoded.chain
             pieces.append(encoded.data)
             pending += len(encoded.data)
@@ -136,6 +136,11 @@ class SegmentWriter:
         flush_s = self._flush() if is_flushed or self._is_flush_due() else None
         return GroupResult(
             segments=tuple(segments[1:]), durable_lsn=self.durable_lsn, flush_s=flush_s
+        )
+
+    def _framed(self, item: Numbered) -> EncodedRecord:
+        return frame_payload(
+            item.kind, item.payload, item.address, lsn=item.lsn, previous_chain=self._chain
         )
 
     def _fits(self, size: int) -> bool:

@@ -13,10 +13,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.kvstore.log.format import STORE_LOG_ID, Record, RecordAddress
+from services.kvstore.log.format import STORE_LOG_ID, RecordAddress, RecordType
 from services.kvstore.log.segments import GroupResult, Numbered, SegmentWriter
-from services.kvstore.log.state import Snapshot
-from services.kvstore.log.store_records import Close
 from services.kvstore.progress import Progress
 from services.kvstore.state import AckLevel
 
@@ -54,7 +52,7 @@ class LogWriter:
         self._executor = executor
         self._next_lsn = next_lsn
         self._on_flush = on_flush
-        self._pending: list[tuple[Record, RecordAddress]] = []
+        self._pending: list[tuple[RecordType, bytes, RecordAddress]] = []
         self._written = Progress()
         self._durable = Progress()
         self._wants_disk = False
@@ -68,9 +66,9 @@ class LogWriter:
         self._is_ending = True
         self._wake.set()
 
-    def submit(self, record: Record, address: RecordAddress) -> None:
-        """Queues one record; wait with `acked`."""
-        self._pending.append((record, address))
+    def submit(self, kind: RecordType, payload: bytes, address: RecordAddress) -> None:
+        """Queues one encoded record body; wait with `acked`."""
+        self._pending.append((kind, payload, address))
         self._written.ordered += 1
         self._durable.ordered += 1
         self._wake.set()
@@ -123,8 +121,8 @@ class LogWriter:
         first = self._next_lsn + 1
         self._next_lsn = first + len(taken)
         group = [
-            Numbered(lsn=lsn, record=record, address=address)
-            for lsn, (record, address) in enumerate(taken, start=first)
+            Numbered(lsn=lsn, kind=kind, payload=payload, address=address)
+            for lsn, (kind, payload, address) in enumerate(taken, start=first)
         ]
         result = await self._run(lambda: self._segments.write_group(group, is_flushed=wants_disk))
         for item, sequence in zip(group, result.segments, strict=True):
@@ -160,8 +158,8 @@ class LogWriter:
         """
         log_id = item.address.log_id
         self._living.setdefault(sequence, set()).add(log_id)
-        if isinstance(item.record, Snapshot | Close):
-            is_closed = isinstance(item.record, Close)
+        if item.kind in (RecordType.SNAPSHOT, RecordType.CLOSE):
+            is_closed = item.kind is RecordType.CLOSE
             for other, log_ids in self._living.items():
                 if is_closed or other < sequence:
                     log_ids.discard(log_id)

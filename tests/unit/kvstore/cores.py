@@ -19,10 +19,10 @@ from baton.sampling_parameters import SamplingParameters
 from services.kvstore.core import Core, Limits
 from services.kvstore.lease import LeaseTable
 from services.kvstore.log.format import (
-    Record,
     RecordAddress,
-    encode_record,
+    RecordType,
     first_chain,
+    frame_payload,
     read_record,
 )
 from services.kvstore.log.journal import LogJournal
@@ -40,6 +40,8 @@ NOW = Now(monotonic_s=100.0, wall_s=1_000_000.0)
 SCOPE = Scope(tenant="acme")
 PREFILL = Writer(worker_id="prefill-0", slot=0, incarnation=1)
 DECODE = Writer(worker_id="decode-0", slot=1, incarnation=1)
+
+EncodedBody = tuple[RecordType, bytes, RecordAddress]
 
 _ids = itertools.count(1)
 
@@ -66,11 +68,11 @@ class ListSink:
     """Takes the records of a `LogJournal`."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[Record, RecordAddress]] = []
+        self.records: list[EncodedBody] = []
 
-    def submit(self, record: Record, address: RecordAddress) -> None:
+    def submit(self, kind: RecordType, payload: bytes, address: RecordAddress) -> None:
         """Keeps one record."""
-        self.records.append((record, address))
+        self.records.append((kind, payload, address))
 
 
 def build_store(pages: int = 64, sink: ListSink | None = None, **limits: Any) -> Store:
@@ -238,12 +240,12 @@ def pages_of(granted: tuple[GrantedPage, ...]) -> list[int]:
     return [page.page for page in granted]
 
 
-def recovered_from(records: list[tuple[Record, RecordAddress]]) -> Recovered:
-    """What a restart makes of these records, encoded and read again."""
+def recovered_from(records: list[EncodedBody]) -> Recovered:
+    """What a restart makes of these records, framed and read again."""
     chain = first_chain(bytes(16))
     data = bytearray()
-    for lsn, (record, address) in enumerate(records, start=1):
-        encoded = encode_record(record, address, lsn=lsn, previous_chain=chain)
+    for lsn, (kind, payload, address) in enumerate(records, start=1):
+        encoded = frame_payload(kind, payload, address, lsn=lsn, previous_chain=chain)
         chain = encoded.chain
         data += encoded.data
     chain, offset = first_chain(bytes(16)), 0

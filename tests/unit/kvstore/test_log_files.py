@@ -13,7 +13,7 @@ import pytest
 
 from baton.errors import ServiceError
 from services.kvstore.log import segments as segments_module
-from services.kvstore.log.format import SEGMENT_HEADER_BYTES, RecordAddress
+from services.kvstore.log.format import SEGMENT_HEADER_BYTES, RecordAddress, RecordType
 from services.kvstore.log.reader import LogScan, scan_directory
 from services.kvstore.log.segments import Numbered, SegmentWriter, segment_paths
 from services.kvstore.log.store_records import Close, CloseReason, Flush
@@ -27,7 +27,8 @@ RECORD_BYTES = 128
 def numbered(lsn: int, log: int = 1) -> Numbered:
     """A record that is told apart by its LSN."""
     address = RecordAddress(log_id=bytes([log]) * 16, generation=1, position=lsn)
-    return Numbered(lsn=lsn, record=Close(reason=CloseReason.EXPIRED), address=address)
+    payload = Close(reason=CloseReason.EXPIRED).encode()
+    return Numbered(lsn=lsn, kind=RecordType.CLOSE, payload=payload, address=address)
 
 
 def group(first: int, count: int) -> list[Numbered]:
@@ -243,11 +244,12 @@ async def test_group_commit_acks_at_both_levels(
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(writer.run())
         for item in group(1, 100):
-            writer.submit(item.record, item.address)
+            writer.submit(item.kind, item.payload, item.address)
         await writer.acked(AckLevel.OS)
         assert writer.counters.groups == 1
         assert writer.counters.records == 100
-        writer.submit(numbered(7).record, numbered(7).address)
+        last = numbered(7)
+        writer.submit(last.kind, last.payload, last.address)
         await writer.acked(AckLevel.DISK)
         assert flushed
         assert segments.durable_lsn == writer.newest_lsn
@@ -266,7 +268,8 @@ async def test_waiters_are_told_when_the_log_cannot_be_written(
     with pytest.raises(ExceptionGroup) as ended:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(writer.run())
-            writer.submit(numbered(2).record, numbered(2).address)
+            one = numbered(2)
+            writer.submit(one.kind, one.payload, one.address)
             with pytest.raises(ServiceError):
                 await writer.acked(AckLevel.OS)
             await running
