@@ -203,9 +203,7 @@ def encode_record(
     A body over `PAYLOAD_BYTES_MAX` or a field out of its range is our bug and asserts.
     """
     payload = record.encode()
-    return frame_payload(
-        type_of(record), payload, address, lsn=lsn, previous_chain=previous_chain
-    )
+    return frame_payload(type_of(record), payload, address, lsn=lsn, previous_chain=previous_chain)
 
 
 def frame_payload(

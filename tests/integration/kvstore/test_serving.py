@@ -180,9 +180,10 @@ async def test_open_refuses_what_it_cannot_serve_naming_the_field(site: Site) ->
     """Sizes, ids, labels and workers are checked before anything is allocated."""
     worker = await site.attach()
     free = (await site.counts()).pages_free
+    for ids in ([], [10**6]):
+        request = site.open_request(worker, ids)
+        assert (await refused(site.stub.Open(request))).field == "prompt_token_ids"
     for fields, field in (
-        ({"prompt_token_ids": []}, "prompt_token_ids"),
-        ({"prompt_token_ids": [10**6]}, "prompt_token_ids"),
         ({"log_id": b"short"}, "log_id"),
         ({"request_id": ""}, "request_id"),
         ({"body_hash": b""}, "body_hash"),
@@ -191,10 +192,7 @@ async def test_open_refuses_what_it_cannot_serve_naming_the_field(site: Site) ->
         request = site.open_request(worker, PROMPT)
         request.capability = capability()
         for name, value in fields.items():
-            if name == "prompt_token_ids":
-                request.prompt_token_ids[:] = value
-            else:
-                setattr(request, name, value)
+            setattr(request, name, value)
         assert (await refused(site.stub.Open(request))).field == field
     request = site.open_request(worker, PROMPT)
     request.label.tokenizer_hash = bytes(8)

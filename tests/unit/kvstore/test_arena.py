@@ -52,7 +52,7 @@ def test_file_is_allocated_whole_private_and_headed(arena: Arena) -> None:
     assert head[8:24] == bytes(range(16))
 
 
-@pytest.mark.parametrize(("pages", "word"), [(1, "--arena-bytes"), (1 << 40, "/dev/shm")])
+@pytest.mark.parametrize(("pages", "word"), [(1, "--arena-bytes"), (1 << 40, "--shm-size")])
 def test_arena_that_is_too_small_or_does_not_fit_names_the_remedy(
     tmp_path: Path, pages: int, word: str
 ) -> None:

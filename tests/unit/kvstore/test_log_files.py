@@ -6,19 +6,21 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.errors import ServiceError
-from services.kvstore.log import segments as segments_module
 from services.kvstore.log.format import SEGMENT_HEADER_BYTES, RecordAddress, RecordType
 from services.kvstore.log.reader import LogScan, scan_directory
+from services.kvstore.log.recovery import recover
 from services.kvstore.log.segments import Numbered, SegmentWriter, segment_paths
 from services.kvstore.log.store_records import Close, CloseReason, Flush
 from services.kvstore.log.writer import LogWriter
 from services.kvstore.state import AckLevel
+from tests.unit.kvstore.cores import ListSink, build_store, open_log, take
 
 SMALL = 4096
 RECORD_BYTES = 128
@@ -167,7 +169,7 @@ class Failing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.real: Callable[..., Any] = getattr(os, name)
         self.failures = 0
-        monkeypatch.setattr(segments_module.os, name, self)
+        monkeypatch.setattr(os, name, self)
 
     def __call__(self, *args: Any) -> Any:
         if self.failures:
@@ -265,12 +267,84 @@ async def test_waiters_are_told_when_the_log_cannot_be_written(
     writer = LogWriter(new_writer(tmp_path), executor, next_lsn=1)
     failing = Failing(monkeypatch, "pwrite")
     failing.failures = 99
-    with pytest.raises(ExceptionGroup) as ended:
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(writer.run())
-            one = numbered(2)
-            writer.submit(one.kind, one.payload, one.address)
-            with pytest.raises(ServiceError):
-                await writer.acked(AckLevel.OS)
-            await running
-    assert ended.group_contains(OSError)
+    one = numbered(2)
+    writer.submit(one.kind, one.payload, one.address)
+    running, waiting = await asyncio.gather(
+        writer.run(), writer.acked(AckLevel.OS), return_exceptions=True
+    )
+    assert isinstance(running, OSError)
+    assert isinstance(waiting, ServiceError)
+    with pytest.raises(ServiceError):
+        await writer.acked(AckLevel.OS)
+
+
+async def test_snapshot_lets_the_oldest_segments_go_and_the_log_is_still_there(
+    tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    """The log directory is bounded: what keeps the oldest segment is written again, whole."""
+    sink = ListSink()
+    store = build_store(sink=sink)
+    worker = open_log(store, list(range(20)))
+    worker.prefill(token=5)
+    decode = take(store, worker.log_id, pages=20)
+    writer = LogWriter(new_writer(tmp_path, segment_bytes=8192), executor, next_lsn=1)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(writer.run())
+        for token in range(100):
+            decode.append(token)
+        await _written(writer, sink)
+        await writer.acked(AckLevel.DISK)
+        assert len(segment_paths(tmp_path)) > 2
+        assert writer.oldest_living() == {worker.log_id}
+        assert await writer.free_oldest() == 0
+        store.core.journal.snapshot(worker.log)
+        await _written(writer, sink)
+        await writer.acked(AckLevel.DISK)
+        assert writer.oldest_living() == set()
+        assert await writer.free_oldest() > 0
+        decode.append(7)
+        await _written(writer, sink)
+        writer.end()
+    await writer.close()
+    assert len(segment_paths(tmp_path)) <= 2
+    back = recover(scan_directory(tmp_path)).logs[worker.log_id]
+    assert list(back.tokens) == list(worker.log.tokens)
+    assert back.generation == worker.log.generation
+
+
+async def _written(writer: LogWriter, sink: ListSink) -> None:
+    """Hands what the journal made to the writer."""
+    for kind, payload, address in sink.records:
+        writer.submit(kind, payload, address)
+    sink.records.clear()
+    await writer.acked(AckLevel.OS)
+
+
+def test_logs_alive_when_records_are_missing_are_given_up(tmp_path: Path) -> None:
+    """A gap may have held a token of any of them; logs that begin behind it are whole (W2)."""
+    sink = ListSink()
+    store = build_store(sink=sink)
+    before = open_log(store, [1, 2, 3])
+    before.prefill()
+    first_count = len(sink.records)
+    after = open_log(store, [4, 5, 6])
+    after.prefill()
+    records = [
+        Numbered(lsn=lsn, kind=kind, payload=payload, address=address)
+        for lsn, (kind, payload, address) in enumerate(sink.records, start=2)
+    ]
+    writer = new_writer(tmp_path, segment_bytes=1 << 16)
+    writer.write_group(records[:first_count], is_flushed=True)
+    shifted = [replace(item, lsn=item.lsn + 1) for item in records[first_count:]]
+    writer.write_group(shifted, is_flushed=True)
+    writer.close(shifted[-1].lsn + 1)
+    (path,) = segment_paths(tmp_path)
+    scan = scan_directory(tmp_path)
+    last = scan.segments[0].records[first_count]
+    with path.open("r+b") as file:
+        file.seek(last.offset + 8)
+        file.write(b"\xff\xff")
+    recovered = recover(scan_directory(tmp_path))
+    assert recovered.damaged == {before.log_id}
+    assert set(recovered.logs) == {after.log_id}
+    assert list(recovered.logs[after.log_id].tokens) == list(after.log.tokens)

@@ -88,7 +88,7 @@ def test_second_prompt_shares_the_full_blocks_of_a_sealed_one() -> None:
     """Full blocks are referred to, not copied or computed again."""
     store = build_store()
     first = kept_log(store, PROMPT)
-    second = open_log(store, PROMPT[: 2 * BLOCK] + [1, 2, 3])
+    second = open_log(store, [*PROMPT[: 2 * BLOCK], 1, 2, 3])
     assert second.log.cached_tokens == 2 * BLOCK
     assert [row.page for row in second.log.rows] == [row.page for row in first.log.rows[:2]]
     assert store.core.pool.counts().shared == 2
