@@ -64,7 +64,11 @@ def kind_of(config_type: type[Any], name: str) -> Kind:
         assert typing.get_args(inner[0]) == (str, ...), f"{name}: only tuple[str, ...]"
     is_enum = isinstance(base, type) and issubclass(base, enum.Enum)
     assert is_enum or base in _TEXTS, f"{config_type.__name__}.{name}: {hint} is not supported"
-    text = " | ".join(str(item.value) for item in base) if is_enum else _TEXTS[base]
+    if is_enum:
+        members = typing.cast("type[enum.Enum]", base)
+        text = " | ".join(str(item.value) for item in members)
+    else:
+        text = _TEXTS[base]
     is_optional = len(options) > 1
     return Kind(
         base=base, is_optional=is_optional, text=f"{text}, or none" if is_optional else text

@@ -32,6 +32,8 @@ PROBE_INTERVAL_S: Final = 0.1
 PROBE_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 5.0
+CAUSE_PREFIXES: Final = ("baton-", "error")
+HINT_PREFIX: Final = "hint:"
 LOG_TAIL_BYTES: Final = 16_384
 
 
@@ -137,7 +139,7 @@ class Supervisor:
         late = next(c for c in self.children if c.ready_after_s is None)
         return ClusterFailed(
             f"{late.spec.name} was not ready within {self._ready_timeout_s:g} s; "
-            f"last line: {last_line(late.log_path) or 'none'}; log: {late.log_path}"
+            f"last line: {last_words(late.log_path) or 'none'}; log: {late.log_path}"
         )
 
     async def _spawn(self, child: Child) -> None:
@@ -248,8 +250,12 @@ async def _answers_ok(client: httpx.AsyncClient, url: str) -> bool:
         return False
 
 
-def last_line(path: Path) -> str | None:
-    """The last line of a log that names an error, else its last line; None for an empty log."""
+def last_words(path: Path) -> str | None:
+    """Why a process ended, from the end of its log; None for an empty log.
+
+    Services end with `<program>: <cause>` and perhaps a hint under it; without such lines it is the
+    last line.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as log:
@@ -258,11 +264,14 @@ def last_line(path: Path) -> str | None:
     except OSError:
         return None
     told = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in told if line.lower().startswith("error")] or told
-    return errors[-1] if errors else None
+    for index in range(len(told) - 1, -1, -1):
+        if told[index].startswith(CAUSE_PREFIXES):
+            hint = told[index + 1] if index + 1 < len(told) else ""
+            return f"{told[index]}; {hint}" if hint.startswith(HINT_PREFIX) else told[index]
+    return told[-1] if told else None
 
 
 def _cause(child: Child, code: int) -> str:
     how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-    line = last_line(child.log_path) or "it wrote nothing"
+    line = last_words(child.log_path) or "it wrote nothing"
     return f"{child.spec.name} {how}: {line}\n  log: {child.log_path}"

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from baton.testing.cluster import RunningCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "What is the capital of France?"}
+]
 ANSWER = "The capital of France is Paris."
 
 
