@@ -15,7 +15,7 @@ ARG BASE_IMAGE=debian:bookworm-slim
 # --- python: the operating system's Python and the user that everything runs as --------------
 FROM ${BASE_IMAGE} AS python
 ENV PYTHONUNBUFFERED=1 \
-    PATH=/opt/baton/project/bin:/opt/baton/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+    PATH=/opt/baton/project/bin:/opt/baton/venv/bin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 # The three directories are mount points: a named volume takes its owner from them.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 \
@@ -24,6 +24,15 @@ RUN apt-get update \
     && useradd --uid 10001 --gid baton --no-create-home --shell /usr/sbin/nologin baton \
     && install -d -o baton -g baton -m 0700 /var/lib/baton /var/lib/baton/log /var/lib/baton/arena \
     && chmod 0755 /var/lib/baton
+
+# --- requirements: what to install, told apart from the rest of pyproject.toml -----------------
+# A builder compares what is copied out of here, so that only changed requirements cost a new
+# installation.
+FROM python AS requirements
+COPY deploy/compose/requirements.py pyproject.toml /build/
+RUN cd /build \
+    && python3 requirements.py redis otlp >base.txt \
+    && python3 requirements.py --only engine >engine.txt
 
 # --- packages: what the project needs, without the project and without torch ------------------
 FROM python AS packages
@@ -34,13 +43,11 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_TRUSTED_HOST
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-RUN python3 -m venv /opt/baton/venv
-COPY deploy/compose/requirements.py pyproject.toml /build/
+COPY --from=requirements /build/base.txt /build/
 # Torch and the project lie beside the environment, in layers of their own; where they are absent
 # Python passes over the line.
-RUN cd /build \
-    && /opt/baton/venv/bin/python requirements.py redis otlp >requirements.txt \
-    && /opt/baton/venv/bin/pip install -r requirements.txt \
+RUN python3 -m venv /opt/baton/venv \
+    && /opt/baton/venv/bin/pip install -r /build/base.txt \
     && printf '/opt/baton/engine\n/opt/baton/project\n' \
        >"$(/opt/baton/venv/bin/python -c 'import site; print(site.getsitepackages()[0])')/baton.pth"
 
@@ -75,16 +82,15 @@ USER baton
 WORKDIR /tmp
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python3", "-m", "baton.health_probe", "--http", "http://127.0.0.1:9464/readyz"]
+    CMD ["python3", "-m", "baton.cli.health_probe", "--http", "http://127.0.0.1:9464/readyz"]
 ENTRYPOINT ["/opt/baton/entrypoint.sh"]
 
 # --- torch: by far the largest part; only the workers get it ----------------------------------
 # After `slim`, so that a builder that works from top to bottom makes `slim` without it.
 FROM packages AS torch
 ARG PIP_FIND_LINKS
-RUN cd /build \
-    && /opt/baton/venv/bin/python requirements.py --only engine >engine.txt \
-    && /opt/baton/venv/bin/pip install --target /opt/baton/engine -r engine.txt
+COPY --from=requirements /build/engine.txt /build/
+RUN /opt/baton/venv/bin/pip install --target /opt/baton/engine -r /build/engine.txt
 
 # --- engine: prefill and decode ----------------------------------------------------------------
 FROM runtime AS engine
@@ -95,5 +101,5 @@ USER baton
 WORKDIR /tmp
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python3", "-m", "baton.health_probe", "--http", "http://127.0.0.1:9464/readyz"]
+    CMD ["python3", "-m", "baton.cli.health_probe", "--http", "http://127.0.0.1:9464/readyz"]
 ENTRYPOINT ["/opt/baton/entrypoint.sh"]

@@ -105,6 +105,10 @@ test-all: model ## the tests and the slow ones, and those of a GPU where there i
 test-more: model ## crash, drill and compose tests
 	@$(call run_marked,more)
 
+.PHONY: test-compose
+test-compose: setup ## the cluster of docker-compose.yml on a real container engine
+	@scripts/compose_test.sh
+
 .PHONY: bench-%
 bench-%: setup ## one benchmark: bench-NAME runs bench/NAME.py
 	@test -f bench/$*.py || { echo "bench: there is no bench/$*.py; there are: $$(ls bench 2>/dev/null | xargs)" >&2; exit 1; }

@@ -1,6 +1,6 @@
 """`baton health`: whether one service answers, for people, scripts and probes.
 
-Owns the command's form. Never does: ask (that is `baton.health_probe`, which containers run by
+Owns the command's form. Never does: ask (that is `baton.cli.health_probe`, which containers run by
 itself because it starts faster).
 """
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from baton import health_probe
+from baton.cli import health_probe
 from baton.cli.console import CommandFailed, ExitCode, output
 
 

@@ -22,24 +22,30 @@ default() {
   eval "[ -n \"\${${prefix}_$1:-}\" ] || export ${prefix}_$1=\"\$2\""
 }
 
+# shellcheck disable=SC3028 # Docker sets HOSTNAME
+name=${HOSTNAME:-$(hostname)}
+
 # The network between containers is theirs alone; plain text beyond loopback is still said aloud.
 default HOST 0.0.0.0
 default INSECURE_BIND true
 default METRICS_PORT 9464
 
 case "$role" in
-  gateway) default GATEWAY_ID "gateway-$HOSTNAME" ;;
+  gateway) default GATEWAY_ID "gateway-$name" ;;
   *)
+    port=
     eval "port=\${${prefix}_PORT:-7000}"
     default PORT "$port"
     # A container's own name is resolved by the others on its network, however many there are.
-    default ADVERTISE "$HOSTNAME:$port"
+    default ADVERTISE "$name:$port"
     ;;
 esac
 case "$role" in
   prefill | decode | merger)
-    default WORKER_ID "$role-$HOSTNAME"
-    [ -z "${CLUSTER_WORKER_CAPABILITY:-}" ] || default WORKER_CAPABILITY "$CLUSTER_WORKER_CAPABILITY"
+    default WORKER_ID "$role-$name"
+    if [ -n "${CLUSTER_WORKER_CAPABILITY:-}" ]; then
+      default WORKER_CAPABILITY "$CLUSTER_WORKER_CAPABILITY"
+    fi
     ;;
   gateway | kvstore)
     if [ -n "${CLUSTER_KEY_HEX:-}" ]; then

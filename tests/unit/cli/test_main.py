@@ -13,7 +13,7 @@ from tests.unit.cli.conftest import Run
 
 COMMANDS = (
     ["up"], ["down"], ["demo"],
-    ["chat"], ["doctor"], ["version"], ["models", "pull"], ["models", "list"],
+    ["chat"], ["doctor"], ["health"], ["version"], ["models", "pull"], ["models", "list"],
     ["models", "verify"], ["prefix", "publish"], ["prefix", "list"], ["prefix", "delete"],
 )  # fmt: skip
 

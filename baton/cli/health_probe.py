@@ -65,8 +65,8 @@ def ask_grpc(address: str, *, service: str = "", timeout_s: float = TIMEOUT_S) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m baton.health_probe`; exit status 0 up, 1 not, 2 wrong command line."""
-    parser = argparse.ArgumentParser(prog="python -m baton.health_probe", description=__doc__)
+    """`python -m baton.cli.health_probe`; exit status 0 up, 1 not, 2 wrong command line."""
+    parser = argparse.ArgumentParser(prog="python -m baton.cli.health_probe", description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--http", metavar="URL")
     which.add_argument("--grpc", metavar="HOST:PORT")
