@@ -61,6 +61,13 @@ class GgufSource:
         numbers = quants.dequantize(stored, kind).astype(np.float32, copy=True)
         return torch.from_numpy(numbers).reshape(info.shape)
 
+    def stored_rows(self, name: str) -> tuple[str, np.ndarray[Any, Any]]:
+        """The ggml type of `name` and its rows as stored: uint8 [rows, bytes] for block types."""
+        info = self._tensors[name]
+        rows = self._stored(info)
+        assert info.type is not None
+        return info.type.name, rows
+
     def _stored(self, info: TensorInfo) -> np.ndarray[Any, Any]:
         if info.type is None or info.stored_bytes is None:
             raise bad_model(

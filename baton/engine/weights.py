@@ -81,7 +81,7 @@ class ModelWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
+class TensorNames:
     """What one file format calls each tensor; layer names carry `{}` for the layer index."""
 
     embedding: str
@@ -90,7 +90,7 @@ class _Names:
     layer: Mapping[str, str]
 
 
-_GGUF_NAMES: Final = _Names(
+GGUF_NAMES: Final = TensorNames(
     embedding="token_embd.weight",
     final_norm="output_norm.weight",
     head="output.weight",
@@ -106,7 +106,7 @@ _GGUF_NAMES: Final = _Names(
         "down": "blk.{}.ffn_down.weight",
     },
 )
-_DIRECTORY_NAMES: Final = _Names(
+DIRECTORY_NAMES: Final = TensorNames(
     embedding="model.embed_tokens.weight",
     final_norm="model.norm.weight",
     head="lm_head.weight",
@@ -132,17 +132,9 @@ def load_weights(
     `max_context` is the worker's limit, at most the model's own (the default). Raises ServiceError
     INVALID_REQUEST naming file, tensor or field, and what to do.
     """
-    if path.is_dir():
-        config = config_from_directory(path)
-        source: TensorSource = SafetensorsSource(path)
-        loader = _Loader(source, config, dtype, _DIRECTORY_NAMES)
-    elif path.is_file():
-        header = read_header(path)
-        config = config_from_gguf(header)
-        loader = _GgufLoader(GgufSource(header), config, dtype, _GGUF_NAMES)
-    else:
-        config = read_config(path)  # Raises: the path does not exist.
-        raise AssertionError(f"{path} appeared while it was read")
+    source, config, names = open_source(path)
+    kind = _GgufLoader if names is GGUF_NAMES else _Loader
+    loader = kind(source, config, dtype, names)
     context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.max_context:
         raise ServiceError(
@@ -153,21 +145,51 @@ def load_weights(
     return loader.load(context)
 
 
+def open_source(path: Path) -> tuple[TensorSource, ModelConfig, TensorNames]:
+    """The tensors at `path` (a .gguf file or a Hugging Face directory), checked against its config.
+
+    Raises ServiceError INVALID_REQUEST naming file, tensor or field when any is missing, extra or
+    misshapen.
+    """
+    source: TensorSource
+    if path.is_dir():
+        config, source, names = (
+            config_from_directory(path),
+            SafetensorsSource(path),
+            DIRECTORY_NAMES,
+        )
+    elif path.is_file():
+        header = read_header(path)
+        config, source, names = config_from_gguf(header), GgufSource(header), GGUF_NAMES
+    else:
+        config = read_config(path)  # Raises: the path does not exist.
+        raise AssertionError(f"{path} appeared while it was read")
+    _check_tensors(source, config, names)
+    return source, config, names
+
+
+def half_split_rows(heads: int, head_dim: int) -> torch.Tensor:
+    """Which row of llama.cpp's Q or K stands where in half-split RoPE order [heads * head_dim].
+
+    llama.cpp interleaves the rotated halves of each head; blocks run along a row, so rows can move.
+    """
+    rows = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
+    return rows.transpose(1, 2).reshape(-1)
+
+
 class _Loader:
     """Reads one source under one set of names; the base is the Hugging Face row order."""
 
     def __init__(
-        self, source: TensorSource, config: ModelConfig, dtype: ComputeDtype, names: _Names
+        self, source: TensorSource, config: ModelConfig, dtype: ComputeDtype, names: TensorNames
     ) -> None:
         self._source = source
         self._config = config
         self._dtype = dtype
         self._names = names
-        self._shapes = source.shapes()
 
     def load(self, max_context: int) -> ModelWeights:
-        """Check all names and shapes first, then read."""
-        self._check()
+        """Read every tensor."""
         embedding = self._read(self._names.embedding, torch.float32)
         head = embedding
         if not self._config.has_tied_head:
@@ -214,52 +236,6 @@ class _Loader:
     def _layer_name(self, role: str, index: int) -> str:
         return self._names.layer[role].format(index)
 
-    def _check(self) -> None:
-        expected = dict(self._expected())
-        for name, shape in expected.items():
-            if name not in self._shapes:
-                raise bad_model(self._source.path, name, "is missing; the model is incomplete")
-            if self._shapes[name] != shape:
-                raise bad_model(
-                    self._source.path,
-                    name,
-                    f"has shape {list(self._shapes[name])}, but the config says {list(shape)}",
-                )
-        extra = sorted(name for name in self._shapes if name not in expected)
-        unknown = [name for name in extra if not self._is_harmless(name)]
-        if unknown:
-            raise bad_model(
-                self._source.path,
-                unknown[0],
-                f"is not part of a {self._config.family} model ({len(unknown)} such tensors)",
-            )
-
-    def _is_harmless(self, name: str) -> bool:
-        """Tensors that repeat what the config says: a tied head, the RoPE frequencies."""
-        is_rope = name == ROPE_FACTORS_TENSOR or name.endswith(".rotary_emb.inv_freq")
-        return is_rope or (self._config.has_tied_head and name == self._names.head)
-
-    def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        config = self._config
-        yield self._names.embedding, (config.vocabulary, config.hidden)
-        yield self._names.final_norm, (config.hidden,)
-        if not config.has_tied_head:
-            yield self._names.head, (config.vocabulary, config.hidden)
-        shapes = {
-            "attention_norm": (config.hidden,),
-            "query": (config.query_width, config.hidden),
-            "key": (config.kv_width, config.hidden),
-            "value": (config.kv_width, config.hidden),
-            "attention_output": (config.hidden, config.query_width),
-            "feed_forward_norm": (config.hidden,),
-            "gate": (config.intermediate, config.hidden),
-            "up": (config.intermediate, config.hidden),
-            "down": (config.hidden, config.intermediate),
-        }
-        for index in range(config.layers):
-            for role, shape in shapes.items():
-                yield self._layer_name(role, index), shape
-
 
 class _GgufLoader(_Loader):
     """llama.cpp interleaves the rotated halves of each Q and K head; this puts them back."""
@@ -268,5 +244,55 @@ class _GgufLoader(_Loader):
         heads = {"query": self._config.heads, "key": self._config.kv_heads}.get(role)
         if heads is None:
             return matrix
-        pairs = matrix.reshape(heads, self._config.head_dim // 2, 2, matrix.shape[1])
-        return pairs.transpose(1, 2).reshape(matrix.shape)
+        return matrix[half_split_rows(heads, self._config.head_dim)]
+
+
+def _check_tensors(source: TensorSource, config: ModelConfig, names: TensorNames) -> None:
+    shapes = source.shapes()
+    expected = dict(_expected_shapes(config, names))
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise bad_model(source.path, name, "is missing; the model is incomplete")
+        if shapes[name] != shape:
+            raise bad_model(
+                source.path,
+                name,
+                f"has shape {list(shapes[name])}, but the config says {list(shape)}",
+            )
+    extra = sorted(name for name in shapes if name not in expected)
+    unknown = [name for name in extra if not _is_harmless(name, config, names)]
+    if unknown:
+        raise bad_model(
+            source.path,
+            unknown[0],
+            f"is not part of a {config.family} model ({len(unknown)} such tensors)",
+        )
+
+
+def _is_harmless(name: str, config: ModelConfig, names: TensorNames) -> bool:
+    """Tensors that repeat what the config says: a tied head, the RoPE frequencies."""
+    is_rope = name == ROPE_FACTORS_TENSOR or name.endswith(".rotary_emb.inv_freq")
+    return is_rope or (config.has_tied_head and name == names.head)
+
+
+def _expected_shapes(
+    config: ModelConfig, names: TensorNames
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield names.embedding, (config.vocabulary, config.hidden)
+    yield names.final_norm, (config.hidden,)
+    if not config.has_tied_head:
+        yield names.head, (config.vocabulary, config.hidden)
+    shapes = {
+        "attention_norm": (config.hidden,),
+        "query": (config.query_width, config.hidden),
+        "key": (config.kv_width, config.hidden),
+        "value": (config.kv_width, config.hidden),
+        "attention_output": (config.hidden, config.query_width),
+        "feed_forward_norm": (config.hidden,),
+        "gate": (config.intermediate, config.hidden),
+        "up": (config.intermediate, config.hidden),
+        "down": (config.hidden, config.intermediate),
+    }
+    for index in range(config.layers):
+        for role, shape in shapes.items():
+            yield names.layer[role].format(index), shape
