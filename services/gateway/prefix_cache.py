@@ -77,8 +77,11 @@ class PrefixCache:
             return () if known is None else known.prefixes
 
     async def fresh(self, address: str) -> tuple[PublishedPrefix, ...]:
-        """The prefixes of one store as it has them now; raises what the store raises."""
-        return await self._refreshed(address, self._lists.get(address))
+        """The prefixes of one store as it has them now; raises what the store raises.
+
+        Asked in full: use counts move without a new version of the list.
+        """
+        return await self._refreshed(address, None)
 
     def forget(self, address: str) -> None:
         """The list changed by our own doing: ask again."""
