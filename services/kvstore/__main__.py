@@ -27,7 +27,7 @@ from baton.log import configure_logging
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
 from baton.models import resolve
-from baton.port_file import write_port_file
+from baton.process_files import write_port_file
 from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server

@@ -26,10 +26,10 @@ from baton.kv.blocks import Scope, scope_secret
 from baton.lifecycle import Service, every
 from baton.metrics import Metrics
 from services.kvstore.access import Access
-from services.kvstore.append_calls import AppendCalls
+from services.kvstore.append_rpc import AppendCalls
 from services.kvstore.arena import Arena, ArenaSpec
 from services.kvstore.attach import AttachDesk
-from services.kvstore.blob_calls import BlobCalls
+from services.kvstore.blob_rpc import BlobCalls
 from services.kvstore.core import Core, Limits
 from services.kvstore.identity import Identity
 from services.kvstore.lease import LeaseTable
@@ -39,16 +39,16 @@ from services.kvstore.log.recovery import Recovered, recover
 from services.kvstore.log.segments import SegmentWriter
 from services.kvstore.log.store_records import CloseReason
 from services.kvstore.log.writer import LogWriter
-from services.kvstore.log_calls import LogCalls
+from services.kvstore.log_rpc import LogCalls
 from services.kvstore.measures import StoreMeasures
 from services.kvstore.page_worker import PageWorker
 from services.kvstore.pages import PagePool
-from services.kvstore.prefix_calls import PrefixCalls
+from services.kvstore.prefix_rpc import PrefixCalls
 from services.kvstore.runtime import SWEEP_INTERVAL_S, Runtime
 from services.kvstore.servicer import Calls, KVStoreServicer, drain
 from services.kvstore.state import LogState
 from services.kvstore.store import Store
-from services.kvstore.worker_calls import WorkerCalls
+from services.kvstore.worker_rpc import WorkerCalls
 
 KEY_VERSION: Final = 1
 SECRET_KEY_BYTES: Final = 32

@@ -58,13 +58,11 @@ class Journal(Protocol):
     def appended(
         self,
         log: LogState,
-        position: int,
-        token_id: int,
         row: PageRow,
         slot_crc: int,
         logprob: LogprobEntry | None,
     ) -> None:
-        """One token, and the KV slot of the token before it (`row`)."""
+        """The log's last token, and the KV slot of the token before it (the last of `row`)."""
 
     def truncated(self, log: LogState, previous_generation: int) -> None:
         """The log was cut to its position, under a new generation."""

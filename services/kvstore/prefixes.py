@@ -87,9 +87,9 @@ class PrefixTable:
     def granting(self, log_id: bytes, tenant: str, to_position: int) -> Prefix | None:
         """The prefix that lets `tenant` use [0, to_position) of a log, if one does."""
         for prefix in self._by_id.values():
-            if prefix.log_id == log_id and prefix.position >= to_position:  # noqa: SIM102
-                if prefix.is_granted_to(tenant):
-                    return prefix
+            is_source = prefix.log_id == log_id and prefix.position >= to_position
+            if is_source and prefix.is_granted_to(tenant):
+                return prefix
         return None
 
     def add(self, prefix: Prefix) -> None:

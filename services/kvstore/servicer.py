@@ -19,12 +19,12 @@ from baton.errors import Reason, ServiceError
 from baton.wire.durations import duration_from_proto
 from services.kvstore import wire
 from services.kvstore.access import Access
-from services.kvstore.append_calls import AppendCalls
-from services.kvstore.blob_calls import BlobCalls
-from services.kvstore.log_calls import LogCalls
-from services.kvstore.prefix_calls import PrefixCalls
+from services.kvstore.append_rpc import AppendCalls
+from services.kvstore.blob_rpc import BlobCalls
+from services.kvstore.log_rpc import LogCalls
+from services.kvstore.prefix_rpc import PrefixCalls
 from services.kvstore.runtime import SWEEP_INTERVAL_S, Runtime
-from services.kvstore.worker_calls import WorkerCalls
+from services.kvstore.worker_rpc import WorkerCalls
 
 SERVICE_NAME: Final = "baton.api.kvstore.v1.KVStoreService"
 APPEND_METHOD: Final = f"/{SERVICE_NAME}/Append"

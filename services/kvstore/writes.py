@@ -215,7 +215,7 @@ class Writes:
         if item.logprob is not None:
             log.logprobs.append(item.logprob)
         log.finish_reason = item.finish_reason
-        core.journal.appended(log, item.position, item.token_id, row, item.slot_crc, item.logprob)
+        core.journal.appended(log, row, item.slot_crc, item.logprob)
         self._touch(log, now_s)
         if item.finish_reason is not None:
             self._finish(log)

@@ -135,15 +135,13 @@ class LogJournal:
     def appended(
         self,
         log: LogState,
-        position: int,
-        token_id: int,
         row: PageRow,
         slot_crc: int,
         logprob: LogprobEntry | None,
     ) -> None:
         """APPEND."""
         record = Append(
-            token_id=token_id,
+            token_id=log.tokens[-1],
             slot_ref=PageRef(
                 arena_id=self._arena_id,
                 page=row.page,
@@ -155,7 +153,7 @@ class LogJournal:
             logprobs=None if logprob is None else _logprobs(logprob),
             end_reason=_end_reason(log.finish_reason),
         )
-        self._submit(record, log, position)
+        self._submit(record, log, log.position - 1)
 
     def truncated(self, log: LogState, previous_generation: int) -> None:
         """TRUNCATE."""

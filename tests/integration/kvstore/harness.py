@@ -92,7 +92,8 @@ class StoreProcess:
     @property
     def arena_dir(self) -> Path:
         """A tmpfs directory of this run's own; short, for the attach socket."""
-        return Path(f"/dev/shm/kvt-{os.getpid()}-{abs(hash(self.directory)) % 10_000}")  # noqa: S108
+        name = f"kvt-{os.getpid()}-{abs(hash(self.directory)) % 10_000}"
+        return Path("/dev/shm") / name  # noqa: S108 - made 0700 by the kvstore, removed at the end
 
     def start(self) -> None:
         """Starts it and waits until it is ready."""

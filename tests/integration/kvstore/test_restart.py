@@ -12,6 +12,7 @@ import pytest
 from baton.api.common.v1 import common_pb2
 from baton.api.kvstore.v1 import kvstore_pb2
 from baton.arena.client import KVStoreClient
+from baton.arena.page_table import PageTable
 from baton.capability import Right
 from baton.errors import Reason, ServiceError
 from baton.rpc.channel import open_channel
@@ -96,7 +97,7 @@ async def _second_life(store: StoreProcess, acked: dict[bytes, tuple[str, list[i
                 generation=2,
                 capability=text,
                 tokens=list(view.token_ids),
-                table=None,  # type: ignore[arg-type]
+                table=PageTable((), (), BLOCK),
                 committed=0,
                 prompt_tokens=view.head.prompt_tokens,
             )

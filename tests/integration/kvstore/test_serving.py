@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Awaitable
 from dataclasses import replace
 
 import pytest
@@ -34,10 +35,10 @@ def fresh_prompt() -> list[int]:
     return [next(_firsts), 250, *PROMPT[2:]]
 
 
-async def refused(call: object) -> ServiceError:
+async def refused(call: Awaitable[object]) -> ServiceError:
     """The error a call is answered with."""
     with pytest.raises(ServiceError) as caught:
-        await call  # type: ignore[misc]
+        await call
     return caught.value
 
 

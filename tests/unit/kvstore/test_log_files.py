@@ -287,7 +287,7 @@ async def test_snapshot_lets_the_oldest_segments_go_and_the_log_is_still_there(
     worker = open_log(store, list(range(20)))
     worker.prefill(token=5)
     decode = take(store, worker.log_id, pages=20)
-    writer = LogWriter(new_writer(tmp_path, segment_bytes=8192), executor, next_lsn=1)
+    writer = LogWriter(new_writer(tmp_path, segment_bytes=SMALL), executor, next_lsn=1)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(writer.run())
         for token in range(100):

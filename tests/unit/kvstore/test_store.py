@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -60,9 +61,9 @@ def segment(store: Store, log_id: bytes, first: int, end: int, tokens: list[int]
     )
 
 
-def publish(store: Store, log_id: bytes, position: int, **changes: object) -> str:
+def publish(store: Store, log_id: bytes, position: int, **changes: Any) -> str:
     """Publishes a prefix of a log of tenant acme; its id."""
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "prefix_id": f"pfx-{position}",
         "name": f"prefix {position}",
         "tenant": "acme",
@@ -77,7 +78,7 @@ def publish(store: Store, log_id: bytes, position: int, **changes: object) -> st
         "model": "tiny",
         "expire_wall_s": None,
     }
-    wanted = PublishOrder(**{**values, **changes})  # type: ignore[arg-type]
+    wanted = PublishOrder(**{**values, **changes})
     return store.prefix_keeper.publish(wanted, NOW.wall_s).prefix_id
 
 
