@@ -54,6 +54,7 @@ down: setup ## stop a cluster started by `make up` in another terminal
 .PHONY: gen
 gen: setup ## write the stubs under baton/api from protos/
 	@$(BIN)/python scripts/gen_protos.py
+	@$(BIN)/python scripts/gen_config_docs.py
 
 .PHONY: fmt
 fmt: setup ## format the code and apply safe fixes
@@ -81,6 +82,7 @@ check-protos:
 	@$(BIN)/buf lint
 check-stubs:
 	@$(BIN)/python scripts/gen_protos.py --check
+	@$(BIN)/python scripts/gen_config_docs.py --check
 check-cxx:
 	@if [ -z "$(CXX_FILES)" ]; then :; \
 	elif command -v clang-format >/dev/null; then clang-format --dry-run --Werror $(CXX_FILES); \

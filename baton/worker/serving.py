@@ -21,7 +21,7 @@ from baton.http_server import HttpServer
 from baton.lifecycle import Service, every
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
-from baton.port_file import write_port_file
+from baton.process_files import write_port_file
 from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from pathlib import Path
 from typing import Final
 
 from baton.api.gateway.v1 import gateway_pb2_grpc
-from baton.capability import CapabilitySigner, CapabilityVerifier, is_dev_key, key_or_dev
+from baton.capability import CapabilitySigner, CapabilityVerifier, is_dev_key
 from baton.client import ChannelPool
+from baton.cluster_key import cluster_key
 from baton.config import load_config_or_exit
 from baton.engine.config import read_config
 from baton.errors import ServiceError, StartupError
@@ -21,7 +21,7 @@ from baton.log import configure_logging
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
 from baton.models import resolve
-from baton.port_file import write_port_file
+from baton.process_files import write_port_file
 from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server, is_loopback
@@ -50,13 +50,12 @@ from services.gateway.servicer_registry import RegistryServicer
 NAME: Final = "gateway"
 GATEWAY_SERVICE: Final = "baton.api.gateway.v1.GatewayService"
 REGISTRY_SERVICE: Final = "baton.api.gateway.v1.RegistryService"
-KEY_FILE_BYTES_MAX: Final = 4096
 
 
 async def wire(service: Service, config: GatewayConfig) -> None:
     """Builds the gateway and starts its parts."""
     metrics, incarnation = Metrics(NAME), new_incarnation()
-    key = key_or_dev(_cluster_key(config.cluster_key_file))
+    key = cluster_key(config.cluster_key_file)
     hub = WorkerHub(
         Registry(dead_after_s=config.dead_after_s, lease_s=config.lease_s), service.clock
     )
@@ -171,32 +170,6 @@ def load_model(name_or_path: str) -> ServedModel:
         context_max=context_max,
         created_wall_s=int(files.path.stat().st_mtime),
     )
-
-
-def _cluster_key(path: Path | None) -> bytes | None:
-    """The key in a file: hex text, or raw bytes."""
-    if path is None:
-        return None
-    try:
-        with path.open("rb") as file:
-            raw = file.read(KEY_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise StartupError(
-            f"cluster key file {path} cannot be read ({error.strerror})",
-            hint="give a file of 64 hex digits, readable by this user",
-            exit_code=2,
-        ) from error
-    try:
-        key = bytes.fromhex(raw.decode("ascii").strip())
-    except ValueError:
-        key = raw
-    if not 32 <= len(key) <= KEY_FILE_BYTES_MAX:
-        raise StartupError(
-            f"cluster key file {path} holds {len(key)} bytes of key",
-            hint="give 64 hex digits, as `openssl rand -hex 32` writes them",
-            exit_code=2,
-        )
-    return key
 
 
 def _authenticator(config: GatewayConfig) -> Authenticator:

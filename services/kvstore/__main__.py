@@ -6,14 +6,14 @@ import asyncio
 import importlib.metadata
 import os
 import sys
-from pathlib import Path
 from typing import Final
 
 import structlog
 
 from baton.api.kvstore.v1 import kvstore_pb2_grpc
-from baton.capability import CapabilitySigner, Claims, Right, is_dev_key, key_or_dev
+from baton.capability import CapabilitySigner, Claims, Right
 from baton.client import ChannelPool
+from baton.cluster_key import cluster_key
 from baton.config import load_config_or_exit
 from baton.engine.config import read_config
 from baton.engine.label import build_label, torch_numeric_class
@@ -39,8 +39,6 @@ from services.kvstore.servicer import APPEND_METHOD, SERVICE_NAME
 
 NAME: Final = "kvstore"
 DISTRIBUTION: Final = "baton-serving"
-KEY_BYTES_MIN: Final = 32
-KEY_FILE_BYTES_MAX: Final = 4096
 CALLS_MAX: Final = 2048
 OWN_CAPABILITY_TTL_S: Final = 10 * 365 * 86_400.0
 
@@ -58,7 +56,7 @@ async def wire(service: Service, config: KVStoreConfig) -> None:
         ),
         RpcMeasures(metrics, "server"),
     )
-    key = read_key(config.cluster_key_file)
+    key = cluster_key(config.cluster_key_file)
     plan = await asyncio.get_running_loop().run_in_executor(None, lambda: _plan(config, key))
     assembled = await assemble(service, plan, service.clock, metrics)
     server.register(
@@ -74,38 +72,6 @@ async def wire(service: Service, config: KVStoreConfig) -> None:
     service.on_ready_changed(show_ready)
     metrics_address = await _start_metrics(service, config, metrics)
     await _start_heartbeats(service, config, _Beating(server, plan, assembled, metrics_address))
-
-
-def read_key(path: Path | None) -> bytes:
-    """The cluster key of a file, hex text or raw bytes; the development key without a file.
-
-    Reads it as the gateway does: both must come to the same bytes.
-    """
-    if path is None:
-        _log.warning("development_key_used")
-        return key_or_dev(None)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(KEY_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise StartupError(
-            f"cluster key file {path} cannot be read ({error.strerror})",
-            hint="give a file of 64 hex digits, readable by this user",
-            exit_code=2,
-        ) from error
-    try:
-        key = bytes.fromhex(raw.decode("ascii").strip())
-    except ValueError:
-        key = raw
-    if not KEY_BYTES_MIN <= len(key) <= KEY_FILE_BYTES_MAX:
-        raise StartupError(
-            f"cluster key file {path} holds {len(key)} bytes of key",
-            hint=f"{KEY_BYTES_MIN} bytes at least; make one with `openssl rand -hex 32`",
-            exit_code=2,
-        )
-    if is_dev_key(key):
-        _log.warning("development_key_used")
-    return key
 
 
 def _plan(config: KVStoreConfig, key: bytes) -> Plan:

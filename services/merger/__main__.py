@@ -22,7 +22,7 @@ from baton.lifecycle import Service, run_service
 from baton.log import configure_logging
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
-from baton.port_file import write_port_file
+from baton.process_files import write_port_file
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import ServerOptions, build_server
 from services.merger.config import MergerConfig
