@@ -258,11 +258,32 @@ class SequenceEvent(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StageSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    STAGE_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The internal request id."""
     @_builtins.property
@@ -281,6 +302,10 @@ class SequenceEvent(_message.Message):
     def usage(self) -> _common_pb2.Usage:
         """Token counts, with the last event of an answer."""
 
+    @_builtins.property
+    def stage_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds of the stages after the start, with the last event of an answer."""
+
     def __init__(
         self,
         *,
@@ -289,10 +314,11 @@ class SequenceEvent(_message.Message):
         started: Global___SequenceStarted | None = ...,
         error: _common_pb2.ErrorDetail | None = ...,
         usage: _common_pb2.Usage | None = ...,
+        stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "started", b"started", "token", b"token", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "request_id", b"request_id", "started", b"started", "token", b"token", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "request_id", b"request_id", "stage_seconds", b"stage_seconds", "started", b"started", "token", b"token", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["token", "started", "error"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -306,11 +332,33 @@ class SequenceStarted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StageSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     GENERATION_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
     EXACTNESS_FIELD_NUMBER: _builtins.int
     PREFILL_COMPUTE_FIELD_NUMBER: _builtins.int
+    STAGE_SECONDS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation this worker writes at."""
     position: _builtins.int
@@ -325,6 +373,14 @@ class SequenceStarted(_message.Message):
     def prefill_compute(self) -> _duration_pb2.Duration:
         """Seconds of local prefill computation, when there was one."""
 
+    @_builtins.property
+    def stage_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds of the stages so far by the names of docs/observability.md; they add up to total."""
+
+    @_builtins.property
+    def total(self) -> _duration_pb2.Duration:
+        """From the command's arrival to this message."""
+
     def __init__(
         self,
         *,
@@ -333,10 +389,12 @@ class SequenceStarted(_message.Message):
         kv_transfer: _duration_pb2.Duration | None = ...,
         exactness: _common_pb2.ExactnessClass.ValueType = ...,
         prefill_compute: _duration_pb2.Duration | None = ...,
+        stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        total: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_transfer", b"kv_transfer", "prefill_compute", b"prefill_compute"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_transfer", b"kv_transfer", "prefill_compute", b"prefill_compute", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exactness", b"exactness", "generation", b"generation", "kv_transfer", b"kv_transfer", "position", b"position", "prefill_compute", b"prefill_compute"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exactness", b"exactness", "generation", b"generation", "kv_transfer", b"kv_transfer", "position", b"position", "prefill_compute", b"prefill_compute", "stage_seconds", b"stage_seconds", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

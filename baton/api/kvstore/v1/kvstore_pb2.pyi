@@ -685,12 +685,15 @@ class AppendRequest(_message.Message):
     ENTRIES_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.int
     """Echoed in the response; grows by one."""
     worker_id: _builtins.str
     """The attached worker; on the first message of the stream."""
     capability: _builtins.str
     """The worker's capability; on the first message of the stream."""
+    traceparent: _builtins.str
+    """W3C trace context of one of the entries, on the few messages that are traced."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppendEntry]:
         """One entry per log."""
@@ -702,10 +705,11 @@ class AppendRequest(_message.Message):
         entries: _abc.Iterable[Global___AppendEntry] | None = ...,
         worker_id: _builtins.str = ...,
         capability: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "capability", b"capability", "entries", b"entries", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "capability", b"capability", "entries", b"entries", "traceparent", b"traceparent", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,9 +4,11 @@ isort:skip_file
 The prefill worker: runs prompts in chunks and commits their KV."""
 
 from baton.api.common.v1 import common_pb2 as _common_pb2
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -126,12 +128,34 @@ class Sealed(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StageSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     EXACTNESS_FIELD_NUMBER: _builtins.int
     QUEUE_WAIT_FIELD_NUMBER: _builtins.int
     PREFILL_COMPUTE_FIELD_NUMBER: _builtins.int
     KV_PACK_FIELD_NUMBER: _builtins.int
+    STAGE_SECONDS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     exactness: _common_pb2.ExactnessClass.ValueType
     """How the answer relates to a fresh computation."""
     @_builtins.property
@@ -154,6 +178,16 @@ class Sealed(_message.Message):
     def kv_pack(self) -> _duration_pb2.Duration:
         """Seconds spent packing, checksumming and committing."""
 
+    @_builtins.property
+    def stage_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds of the run's stages by the names of docs/observability.md. They follow each other: what
+        overlaps with computation is not in here, so that they add up to total.
+        """
+
+    @_builtins.property
+    def total(self) -> _duration_pb2.Duration:
+        """From the call's arrival to this message."""
+
     def __init__(
         self,
         *,
@@ -163,10 +197,12 @@ class Sealed(_message.Message):
         queue_wait: _duration_pb2.Duration | None = ...,
         prefill_compute: _duration_pb2.Duration | None = ...,
         kv_pack: _duration_pb2.Duration | None = ...,
+        stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        total: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "kv_pack", b"kv_pack", "prefill_compute", b"prefill_compute", "queue_wait", b"queue_wait", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "kv_pack", b"kv_pack", "prefill_compute", b"prefill_compute", "queue_wait", b"queue_wait", "total", b"total", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exactness", b"exactness", "first_token", b"first_token", "kv_pack", b"kv_pack", "prefill_compute", b"prefill_compute", "queue_wait", b"queue_wait", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exactness", b"exactness", "first_token", b"first_token", "kv_pack", b"kv_pack", "prefill_compute", b"prefill_compute", "queue_wait", b"queue_wait", "stage_seconds", b"stage_seconds", "total", b"total", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
