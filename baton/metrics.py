@@ -14,6 +14,7 @@ from typing import Final
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 OTHER: Final = "other"
@@ -181,6 +182,12 @@ class Metrics:
     def exposition(self) -> bytes:
         """Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
+
+    def negotiated(self, accept: str | None) -> tuple[bytes, str]:
+        """The text and its content type; OpenMetrics, which has exemplars, for who accepts it."""
+        if accept is not None and "application/openmetrics-text" in accept:
+            return openmetrics.generate_latest(self.registry), openmetrics.CONTENT_TYPE_LATEST
+        return self.exposition(), prometheus_client.CONTENT_TYPE_PLAIN_0_0_4
 
 
 def _show(

@@ -79,7 +79,8 @@ def test_spans_nest_under_the_callers_and_keep_their_order() -> None:
             outer.set(output_tokens=3, prompt="never")
     inner, outer_record = tracing.records(root.trace_id)
     assert (inner.name, outer_record.name) == ("inner", "outer")
-    assert outer_record.parent_span_id == root.span_id
+    assert outer_record.parent_span_id is None
+    assert outer_record.trace_id == root.trace_id
     assert inner.parent_span_id == outer_record.span_id
     assert dict(outer_record.attributes) == {
         "worker": "d0",
@@ -120,14 +121,55 @@ def test_the_ring_is_bounded_and_off_means_nothing_is_kept() -> None:
     assert off.records() == ()
 
 
-def test_unsampled_requests_are_not_recorded() -> None:
-    """The caller decided that."""
+def test_the_parent_is_the_callers_span() -> None:
+    """What another process began goes on under its span, not under a root of ours."""
+    tracing = Tracing("decode")
+    context = parse_traceparent(f"00-{TRACE}-{SPAN}-01")
+    assert context is not None
+    with request_scope("r", context), tracing.span("s"):
+        pass
+    (record,) = tracing.records(TRACE)
+    assert record.parent_span_id == SPAN
+
+
+def test_a_trace_nobody_sampled_is_kept_whole_once_something_fails_in_it() -> None:
+    """The caller decided what is worth keeping; an error is worth it always."""
     tracing = Tracing("gateway")
     context = parse_traceparent(f"00-{TRACE}-{SPAN}-00")
     assert context is not None
-    with request_scope("r", context), tracing.span("s"):
-        assert current_trace() == context
+    with request_scope("r", context), tracing.span("fine") as fine:
+        inner = current_trace()
+        assert inner is not None
+        assert not inner.is_sampled
+        assert fine.error is None
     assert tracing.records() == ()
+    with request_scope("r", context), tracing.span("refused") as refused:
+        refused.fail("QUEUE_FULL")
+    with request_scope("r", context), tracing.span("after"):
+        pass
+    assert [record.name for record in tracing.records(TRACE)] == ["fine", "refused", "after"]
+    assert [record.is_error for record in tracing.records(TRACE)] == [False, True, False]
+    assert dict(tracing.records(TRACE)[1].attributes) == {"reason": "QUEUE_FULL"}
+
+
+def test_a_span_of_the_past_has_the_times_it_was_given() -> None:
+    """Steps are shared by many sequences: their spans are written when they are over."""
+    tracing = Tracing("decode")
+    context = parse_traceparent(f"00-{TRACE}-{SPAN}-01")
+    tracing.record("step", context, (100.0, 100.5), index=1, nothing=None)
+    (record,) = tracing.records(TRACE)
+    assert (record.start_s, record.duration_s, record.parent_span_id) == (100.0, 0.5, SPAN)
+    assert dict(record.attributes) == {"index": 1}
+
+
+def test_a_trace_is_found_by_the_requests_id() -> None:
+    """People have the id of a response, not of a trace."""
+    tracing = Tracing("gateway")
+    with tracing.span("request", request_id="r1", client_request_id="mine"):
+        pass
+    (record,) = tracing.records()
+    assert tracing.trace_of("r1") == tracing.trace_of("mine") == record.trace_id
+    assert tracing.trace_of("r2") is None
 
 
 def test_request_ids_from_outside_fit_a_log_line() -> None:
