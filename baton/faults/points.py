@@ -52,7 +52,7 @@ POINTS: Final[Mapping[str, Point]] = MappingProxyType(
         "prefill.before_send": Point("token 1 sampled, the seal not sent"),
         "prefill.after_seal": Point("sealed, token 1 not sent to the gateway"),
         "decode.before_accept": Point("hand-off received, log not taken"),
-        "decode.mid_fetch": Point("part of the log's pages verified or fetched", FLOW | _DATA),
+        "decode.mid_fetch": Point("log taken and replayed, nothing computed on its pages"),
         "decode.first_token": Point("first own token appended, not sent"),
         "decode.step": Point("before a step over the running sequences"),
         "kv.get": Point("a lookup or read of KV asked for", FLOW | _ABSENT),

@@ -228,6 +228,16 @@ class Faults:
         self.flip(point, copy)
         return bytes(copy)
 
+    def damage(self, point: str, buffer: memoryview) -> None:
+        """In place, what a transfer that went wrong leaves: zeros behind `short`, or a flipped
+        byte.
+        """
+        if not self._is_enabled:
+            return
+        kept = self.shorten(point, buffer).nbytes
+        buffer[kept:] = bytes(buffer.nbytes - kept)
+        self.flip(point, buffer)
+
     def is_absent(self, point: str) -> bool:
         """True if armed `absent`: act as if what is asked for were not there."""
         return self._is_enabled and bool(self._claimed(point, Action.ABSENT))

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from baton.arena.checksums import chunk_pages, commit_rows
 from baton.arena.page_table import PageTable
-from baton.arena.replay import HeldLog, LogView
+from baton.arena.replay import HeldLog, LogView, PageRow
 from baton.engine.transformer import ComputeCancelled
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from baton.kv.digests import ChunkPage, chunk_list_digest
 from baton.worker.chunker import Chunk, plan_chunks
 from baton.worker.engine import WorkerParts
@@ -131,6 +132,7 @@ class PromptRun:
                     has_logits = wants_logits and chunk.is_last
                     async with turns.turn():
                         logits = await self._run_job(self._job(chunk, has_logits=has_logits))
+                    await faults.reach("prefill.after_compute")
                     if committing is not None:
                         await committing
                     committing = group.create_task(self._commit(chunk))
@@ -182,15 +184,21 @@ class PromptRun:
 
     async def _commit(self, chunk: Chunk) -> None:
         started_s = time.monotonic()
-        rows = await self._parts.packing.run(
-            lambda: commit_rows(self._parts.arena, self.table, chunk.first, chunk.end)
-        )
+        rows = await self._parts.packing.run(lambda: self._packed(chunk))
+        await faults.reach("prefill.before_commit")
         await self._parts.store.commit_checkpoint(
             self.log, (chunk.first, chunk.end), rows, self._terms.capability
         )
         self._chunks.append(chunk_pages(rows, chunk.first, self._parts.geometry.block_tokens))
         self.times.pack_s += time.monotonic() - started_s
         await self._terms.on_commit(chunk)
+
+    def _packed(self, chunk: Chunk) -> tuple[PageRow, ...]:
+        """The checksums of a chunk's pages; a data fault damages the last page behind them."""
+        rows = commit_rows(self._parts.arena, self.table, chunk.first, chunk.end)
+        faults.reach_blocking("prefill.mid_upload")
+        faults.damage("prefill.mid_upload", self._parts.arena.page(rows[-1].page))
+        return rows
 
     def _recompute_last(self) -> Logits:
         """Logits of a prompt whose KV is complete already: an earlier writer died before its seal.

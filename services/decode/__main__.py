@@ -9,6 +9,7 @@ from typing import Final
 from baton.api.decode.v1 import decode_pb2_grpc
 from baton.arena.append_stream import AppendLimits, AppendStream
 from baton.config import load_config_or_exit
+from baton.faults import faults
 from baton.heartbeat import Load, Role
 from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
@@ -26,6 +27,7 @@ NAME: Final = "decode"
 
 async def wire(service: Service, config: DecodeConfig) -> None:
     """Builds the worker and starts its parts."""
+    faults.start_from(os.environ)
     shell = await open_shell(service, config, Role.DECODE)
     measures = DecodeMeasures(shell.metrics)
     slots = SlotScheduler(config.active_sequences_max)

@@ -14,6 +14,7 @@ from baton.arena.page_table import PageTable
 from baton.arena.replay import HeldLog, LogView
 from baton.clock import Clock
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from baton.kv.label import require_match
 from baton.worker.chunker import Chunk
 from baton.worker.engine import WorkerParts
@@ -96,6 +97,7 @@ class Joiner:
         self._parts.held.add(log, lost)
         try:
             view = await self._replay(order, log)
+            await faults.reach("decode.mid_fetch")
             self._check_sealed(view)
             if view.head.finish_reason is not None:
                 self._parts.held.discard(log)

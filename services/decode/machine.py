@@ -70,6 +70,7 @@ class Sequence:
         self._last_token_id = last_token_id
         self._tokens = output.prompt_tokens + output.output_tokens
         self._delivered = list(delivered)
+        self._joined_tokens = len(delivered)
         self._computed: _Computed | None = None
         self._unacked: OutputToken | None = None
         self._failure: ServiceError | None = None
@@ -94,6 +95,11 @@ class Sequence:
     def has_unacked(self) -> bool:
         """An append is under way."""
         return self._unacked is not None
+
+    @property
+    def is_first_own(self) -> bool:
+        """No token that was computed here has been given out yet."""
+        return len(self._delivered) == self._joined_tokens
 
     def fail(self, error: ServiceError) -> None:
         """It must end; the first cause stays. Takes effect between two steps."""

@@ -21,6 +21,7 @@ from baton.arena.append_stream import AppendStream
 from baton.arena.checksums import SlotChecksum, slot_checksum
 from baton.clock import WaitingClock
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from baton.ids import new_error_id
 from baton.worker.engine import WorkerParts
 from baton.worker.output import OutputToken
@@ -213,6 +214,7 @@ class Runner:
     async def _join(self, member: _Member) -> None:
         """Bring one sequence to where it can step; every way out answers its gateway."""
         try:
+            await faults.reach("decode.before_accept")
             joined = await self._joiner.join(member.order, lambda error: self._lose(member, error))
         except ServiceError as error:
             self._remove(member, member.failure or error)
@@ -314,6 +316,7 @@ class Runner:
                 batch.append((member, member.sequence, step))
         if not batch:
             return []
+        await faults.reach("decode.step")
         return await self._parts.compute.run(lambda: self._compute(batch))
 
     def _compute(self, batch: list[tuple[_Member, Sequence, StepInput]]) -> list[_Stepped]:
@@ -353,6 +356,8 @@ class Runner:
         """One group commit; its tokens leave as soon as it is acked."""
         try:
             outcomes = await self._appends.append([entry for _, _, entry in entries])
+            if any(sequence.is_first_own for _, sequence, _ in entries):
+                await faults.reach("decode.first_token")
         except ServiceError as error:
             _log.warning("append_failed", reason=error.reason.value, sequences=len(entries))
             for _, sequence, _ in entries:

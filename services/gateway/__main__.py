@@ -14,6 +14,7 @@ from baton.cluster_key import cluster_key
 from baton.config import load_config_or_exit
 from baton.engine.config import read_config
 from baton.errors import ServiceError, StartupError
+from baton.faults import faults
 from baton.http_server import HttpServer
 from baton.ids import new_incarnation
 from baton.lifecycle import Service, every, run_service
@@ -54,6 +55,7 @@ REGISTRY_SERVICE: Final = "baton.api.gateway.v1.RegistryService"
 
 async def wire(service: Service, config: GatewayConfig) -> None:
     """Builds the gateway and starts its parts."""
+    faults.start_from(os.environ)
     metrics, incarnation = Metrics(NAME), new_incarnation()
     key = cluster_key(config.cluster_key_file)
     hub = WorkerHub(

@@ -17,6 +17,7 @@ from typing import Final
 import structlog
 
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from services.gateway.clients import Sealed
 from services.gateway.decode_wire import StartCommand
 from services.gateway.events import (
@@ -153,6 +154,7 @@ class Sequence:
 
     async def _attempt(self, plan: Plan) -> None:
         """One log from Open to its end; an early end fences it."""
+        await faults.reach("gateway.before_open")
         leg = await self._opener.open(plan)
         is_complete = False
         try:

@@ -18,6 +18,7 @@ from baton.config import load_config_or_exit
 from baton.engine.config import read_config
 from baton.engine.label import build_label, torch_numeric_class
 from baton.errors import ServiceError, StartupError
+from baton.faults import faults
 from baton.heartbeat import Heartbeats, Load, Record, Role
 from baton.heartbeat_wire import gateway_beats
 from baton.http_server import HttpServer
@@ -47,6 +48,7 @@ _log = structlog.stdlib.get_logger("services.kvstore")
 
 async def wire(service: Service, config: KVStoreConfig) -> None:
     """Builds the store and starts its parts."""
+    faults.start_from(os.environ)
     metrics = Metrics(NAME)
     server = build_server(
         ServerOptions(

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 from baton.api.kvstore.v1 import kvstore_pb2
 from baton.errors import ServiceError
+from baton.faults import faults
 from baton.wire.errors import error_to_proto
 from services.kvstore import wire
 from services.kvstore.access import Access
@@ -50,6 +51,7 @@ class AppendCalls:
     ) -> kvstore_pb2.AppendResponse:
         if len(request.entries) > ENTRIES_MAX:
             raise invalid("entries", f"at most {ENTRIES_MAX} a message")
+        await faults.reach("kv.before_append")
         response = kvstore_pb2.AppendResponse(batch_id=request.batch_id)
         home, writes = self._runtime.store.home, self._runtime.store.writes
         now_s = self._runtime.clock.monotonic_s()

@@ -16,6 +16,7 @@ from baton.api.common.v1 import common_pb2
 from baton.api.kvstore.v1 import kvstore_pb2
 from baton.capability import Right
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from baton.kv.blob import BlobExpectation, BlobHeader, check_label, invalid, split_range
 from baton.kv.digests import HASH_BYTES, body_hash, history_at
 from baton.wire.blob import descriptor_from_header, header_from_descriptor
@@ -33,6 +34,7 @@ from services.kvstore.blobs import (
     unpack_payload,
 )
 from services.kvstore.core import invalid as invalid_request
+from services.kvstore.core import log_not_found
 from services.kvstore.home import Event, require_allowed
 from services.kvstore.identity import Identity
 from services.kvstore.importing import Importer, ImportOrder
@@ -167,6 +169,8 @@ class BlobCalls:
             yield kvstore_pb2.GetBlobResponse(descriptor=descriptor)
             for start in range(0, len(packed.payload), CHUNK_BYTES):
                 chunk = bytes(packed.payload[start : start + CHUNK_BYTES])
+                await faults.reach("kv.read_chunk")
+                chunk = faults.flipped("kv.read_chunk", faults.shorten("kv.read_chunk", chunk))
                 yield kvstore_pb2.GetBlobResponse(chunk=chunk)
         self._measures.blob_moved("out", packed.header.payload_bytes)
 
@@ -184,6 +188,9 @@ class BlobCalls:
     ) -> PackedRange:
         log_id = wire.require_log_id(request.log_id)
         log = self._access.log(request.capability, (Right.BLOB_GET,), log_id)
+        await faults.reach("kv.get")
+        if faults.is_absent("kv.get"):
+            raise log_not_found(log_id)
         require_allowed(log, Event.FORK)
         first, end = self._range(log, request.from_position, request.to_position)
         header = self._header(log, first, end)

@@ -11,7 +11,7 @@ quarantined until it is gone or has named them as released (O4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, unique
 from typing import Final
 
@@ -20,6 +20,7 @@ from baton.kv.numeric import NumericClass
 from services.kvstore.core import Core, stale
 from services.kvstore.pages import Fence, pages_exhausted
 from services.kvstore.state import (
+    CheckPages,
     FillPage,
     GrantedPage,
     LogState,
@@ -134,6 +135,7 @@ class Home:
         log.chunks = []
         log.numeric_class, log.numeric_class_id = numeric_class.text, numeric_class.id
         granted = self.install(log, writer, pages, now_s)
+        self.check_pages(log, range(log.committed // block_tokens))
         self._core.journal.taken(log, previous)
         if granted:
             self._core.journal.granted(log, [page.page for page in granted])
@@ -202,6 +204,16 @@ class Home:
         log.rows[-1] = row
         core.pool.drop(old.page)
         core.drain_freed()
+
+    def check_pages(self, log: LogState, indexes: Iterable[int]) -> None:
+        """Orders the comparison of full pages that the log's new writer goes on from: what is
+        damaged is computed again from its tokens, never read.
+        """
+        blocks = tuple((index, log.rows[index]) for index in indexes)
+        if blocks:
+            self._core.work.append(
+                CheckPages(log_id=log.log_id, generation=log.generation, blocks=blocks)
+            )
 
     def fence(self, log: LogState) -> None:
         """Raises the generation; what the old writer may still write is quarantined.

@@ -6,10 +6,12 @@ Owns the path of each call: capability, core, records and page work, answer. Nev
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from baton.api.common.v1 import common_pb2
 from baton.api.kvstore.v1 import kvstore_pb2
 from baton.capability import Right
+from baton.faults import faults
 from baton.kv.digests import history_at
 from baton.kv.label import PairLabel
 from baton.wire.durations import duration_from_proto, duration_to_proto
@@ -19,9 +21,10 @@ from baton.wire.sampling import sampling_from_proto
 from services.kvstore import wire
 from services.kvstore.access import Access
 from services.kvstore.answers import Answers, body_of
-from services.kvstore.core import invalid, stale
+from services.kvstore.core import invalid, log_not_found, stale
 from services.kvstore.identity import Identity
 from services.kvstore.keeper import require_tenant
+from services.kvstore.pages import pages_exhausted
 from services.kvstore.runtime import Runtime
 from services.kvstore.state import AckLevel, LogState, Writer
 from services.kvstore.store import ForkOrder, OpenOrder
@@ -51,8 +54,12 @@ class LogCalls:
         tenant, scope = claims.tenant_scope()
         label = label_from_proto(request.label)
         self._identity.require_suits(label)
+        await faults.reach("kv.get")
+        await self._reach_alloc(request.output_pages)
         worker = self._runtime.workers.find(request.writer_worker_id)
         order = self._open_order(request, label, tenant, scope)
+        if faults.is_absent("kv.get"):
+            order = _without_base(order)
         answer = self._store.open(order, worker.writer, self._runtime.now())
         log = self._core.logs[log_id]
         log.base_numeric_class = self._identity.class_text(log.base_class_id)
@@ -170,6 +177,7 @@ class LogCalls:
         if known is not None:
             return known
         _require_pages(request.pages)
+        await self._reach_alloc(request.pages)
         pages = self._store.home.grant(log_id, request.generation, request.worker_id, request.pages)
         await self._runtime.ready([page.page for page in pages], AckLevel.OS)
         answer = kvstore_pb2.GrantResponse(pages=wire.grants_to_proto(pages))
@@ -182,6 +190,7 @@ class LogCalls:
         log_id = wire.require_log_id(request.log_id)
         self._access.writer(request.capability, Right.WRITE, log_id, request.generation)
         block_tokens = self._core.block_tokens
+        await faults.reach("kv.before_commit")
         committed = self._store.writes.checkpoint(
             log_id,
             request.generation,
@@ -191,6 +200,7 @@ class LogCalls:
         )
         level = self._core.logs[log_id].ack_level
         await self._runtime.acked(level)
+        await faults.reach("kv.after_commit")
         return kvstore_pb2.CommitCheckpointResponse(
             committed_position=committed, ack_level=wire.ack_level_to_proto(level)
         )
@@ -226,6 +236,7 @@ class LogCalls:
             return known
         worker = self._runtime.workers.find(request.worker_id)
         _require_pages(request.pages)
+        await self._reach_alloc(request.pages)
         taken = self._store.home.take(
             log_id,
             request.generation,
@@ -244,6 +255,12 @@ class LogCalls:
         )
         return self._answers.remember(log_id, request.request_id, body, answer)
 
+    async def _reach_alloc(self, pages: int) -> None:
+        """The fault point of grants; `absent` is an arena without a free page."""
+        await faults.reach("pool.alloc")
+        if faults.is_absent("pool.alloc"):
+            raise pages_exhausted(pages, 0)
+
     # --- reads ------------------------------------------------------------------------------
 
     async def replay(
@@ -252,6 +269,7 @@ class LogCalls:
         """ReplayLog: all pieces of one moment."""
         log_id = wire.require_log_id(request.log_id)
         log = self._access.log(request.capability, (Right.READ, Right.WRITE), log_id)
+        await faults.reach("kv.get")
         if request.generation not in (0, log.generation):
             raise stale(log_id, request.generation, log.generation)
         # What is told must not be lost by a crash right after, nor name a page still being filled.
@@ -282,6 +300,13 @@ class LogCalls:
             ),
             closed=not log.is_open,
         )
+
+
+def _without_base(order: OpenOrder) -> OpenOrder:
+    """The order where nothing to start from is there, as after an eviction."""
+    if order.base is not None:
+        raise log_not_found(order.log_id)
+    return replace(order, is_cacheable=False)
 
 
 def _pages(log: LogState) -> list[int]:

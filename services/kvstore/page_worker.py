@@ -18,7 +18,7 @@ from baton.kv.crc import ByteArray
 from baton.kv.layout import copy_slots, page_crc, page_view, slot_crcs
 from services.kvstore.arena import Arena
 from services.kvstore.progress import Progress
-from services.kvstore.state import FillPage, PageRow, PageWork, SlotSource, ZeroPages
+from services.kvstore.state import CheckPages, FillPage, PageRow, PageWork, SlotSource, ZeroPages
 
 BATCH_MAX: Final = 64
 
@@ -34,7 +34,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damaged:
-    """A copy that was not made: its source's bytes are not those of its record."""
+    """A page whose bytes are not those of its record: a copy's source, or one to be adopted."""
 
     work: FillPage
 
@@ -120,13 +120,35 @@ class PageWorker:
             if isinstance(item, ZeroPages):
                 for page in item.pages:
                     self._arena.zero(page)
+            elif isinstance(item, CheckPages):
+                results += _damaged_blocks(self._arena, item)
             else:
                 results.append(fill_page(self._arena, item))
         return results
 
 
 def _pages_of(item: PageWork) -> tuple[int, ...]:
-    return item.pages if isinstance(item, ZeroPages) else (item.target.page,)
+    if isinstance(item, ZeroPages):
+        return item.pages
+    if isinstance(item, CheckPages):
+        return tuple(row.page for _, row in item.blocks)
+    return (item.target.page,)
+
+
+def _damaged_blocks(arena: Arena, work: CheckPages) -> list[Damaged]:
+    """The first block whose page is not what its record says, as a copy that was not made."""
+    for block_index, row in work.blocks:
+        source = SlotSource(row=row, first_slot=0, tokens=row.tokens)
+        if not is_intact(arena, source, arena.page(row.page)):
+            fill = FillPage(
+                log_id=work.log_id,
+                generation=work.generation,
+                block_index=block_index,
+                target=row,
+                sources=(source,),
+            )
+            return [Damaged(work=fill)]
+    return []
 
 
 def fill_page(arena: Arena, work: FillPage) -> Filled | Damaged:

@@ -191,4 +191,16 @@ class FillPage:
     sources: tuple[SlotSource, ...]
 
 
-PageWork = ZeroPages | FillPage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckPages:
+    """Work for the arena: compare full pages that a new writer adopts with their records.
+
+    `blocks`: (block index, row). Who waits for these pages waits for the comparison.
+    """
+
+    log_id: bytes
+    generation: int
+    blocks: tuple[tuple[int, PageRow], ...]
+
+
+PageWork = ZeroPages | FillPage | CheckPages

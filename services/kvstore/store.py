@@ -205,8 +205,10 @@ class Store:
     def _build(self, log: LogState, plan: BasePlan, own: NumericClass) -> None:
         """Rows of the base: full pages shared, everything else copied into fresh pages."""
         core, block_tokens = self.core, self.core.block_tokens
+        adopted: list[int] = []
         for index, block in enumerate(plan.blocks):
             if block.is_shared(block_tokens):
+                adopted.append(index)
                 row = copy_row(block.sources[0].row)
                 core.pool.hold(row.page)
             else:
@@ -230,6 +232,7 @@ class Store:
                     )
                 )
             log.rows.append(row)
+        self.home.check_pages(log, adopted)
         log.committed = log.cached_tokens = plan.tokens
         log.base_class_id = own.id if plan.numeric_class_id is None else plan.numeric_class_id
 

@@ -14,6 +14,7 @@ from baton.capability import DEV_KEY, CapabilitySigner, Claims, Right
 from baton.client import ChannelPool
 from baton.clock import Clock
 from baton.config import load_config_or_exit
+from baton.faults import faults
 from baton.heartbeat import Heartbeats, Record, Role
 from baton.heartbeat_wire import gateway_beats
 from baton.http_server import HttpServer
@@ -37,6 +38,7 @@ DEV_CAPABILITY_TTL_S: Final = 10 * 365 * 86_400.0
 
 async def wire(service: Service, config: MergerConfig) -> None:
     """Builds the merger and starts its parts."""
+    faults.start_from(os.environ)
     metrics = Metrics(NAME)
     measures = MergerMeasures(metrics)
     server = build_server(

@@ -14,6 +14,7 @@ import grpc
 from baton.api.common.v1 import common_pb2
 from baton.api.merger.v1 import merger_pb2, merger_pb2_grpc
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from baton.kv.manifest import SEGMENTS_MAX
 from baton.wire.errors import error_to_proto
 from baton.wire.segments import manifest_from_proto, manifest_to_proto, segment_from_proto
@@ -37,6 +38,7 @@ class MergerServicer(merger_pb2_grpc.MergerServiceServicer):
         self, request: merger_pb2.SpliceRequest, context: _Context
     ) -> merger_pb2.SpliceResponse:
         """One manifest, or the refusal as the call's status."""
+        await faults.reach("merger.splice")
         outcome = self._outcome(request)
         if isinstance(outcome, ServiceError):
             raise outcome

@@ -8,6 +8,7 @@ from typing import Final
 
 from baton.api.prefill.v1 import prefill_pb2_grpc
 from baton.config import load_config_or_exit
+from baton.faults import faults
 from baton.heartbeat import Load, Role
 from baton.lifecycle import Service, run_service
 from baton.log import configure_logging
@@ -25,6 +26,7 @@ NAME: Final = "prefill"
 
 async def wire(service: Service, config: PrefillConfig) -> None:
     """Builds the worker and starts its parts."""
+    faults.start_from(os.environ)
     shell = await open_shell(service, config, Role.PREFILL)
     scheduler = PromptScheduler(
         queue_depth_max=config.queue_depth_max, interleave_max=config.interleave_max

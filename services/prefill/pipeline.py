@@ -17,6 +17,7 @@ import structlog
 from baton.arena.replay import HeldLog, LogView
 from baton.clock import Clock
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from baton.kv.label import PairLabel, require_match
 from baton.worker.chunker import Chunk
 from baton.worker.engine import WorkerParts
@@ -169,6 +170,7 @@ class Pipeline:
             require_match(self._parts.label, order.label)
         entered_s = self._clock.monotonic_s()
         with self._turns.entered(order.request_id, token_rate=self._token_rate) as turns:
+            await faults.reach("prefill.after_accept")
             view = await self._parts.store.replay(
                 order.log.log_id,
                 order.capability,
@@ -202,8 +204,12 @@ class Pipeline:
                 view.prompt_ids, view.head.sampling, self._parts.rule, self._parts.tokenizer
             )
             logits = await run.compute(turns)
+            await faults.reach("prefill.logits")
+            faults.flip("prefill.logits", logits.data)
             first = await self._parts.compute.run(lambda: state.choose(logits))
+        await faults.reach("prefill.before_send")
         await run.seal(first)
+        await faults.reach("prefill.after_seal")
         return self._measured(view, run, first, turns.queue_wait_s)
 
     def _terms(self, order: RunOrder, view: LogView, on_commit: OnCommit) -> RunTerms:
