@@ -187,23 +187,10 @@ def snapshot() -> state.Snapshot:
     )
 
 
-def golden_records() -> list[tuple[str, format.Record, format.RecordAddress]]:
-    """One record of every type, OPEN in each of its four forms, in the order of the segment."""
+def golden_publish() -> store_records.Publish:
+    """The PUBLISH record."""
     seen = identity()
-    logprobs = fields.Logprobs(logprob=-0.25, top=((7, -0.25), (9, -2.0)))
-    parent = state.Parent(log_id=PARENT_ID, generation=2, position=8)
-    seal = records.Seal(
-        chunk_list_digest=sequence(0xB0, 32), chunk_count=2, token_id=42, logprobs=logprobs
-    )
-    take = records.Take(
-        previous_generation=1,
-        worker_id="decode-a",
-        worker_slot=3,
-        worker_incarnation=78,
-        lease_ms=3000,
-        tail=partial_entry(6, 3),
-    )
-    publish = store_records.Publish(
+    return store_records.Publish(
         prefix_id="pfx-1",
         name="house style",
         owner_tenant="acme",
@@ -219,7 +206,11 @@ def golden_records() -> list[tuple[str, format.Record, format.RecordAddress]]:
         created_wall_ms=1_767_225_600_000,
         expires_wall_ms=1_767_229_200_000,
     )
-    place = store_records.Place(
+
+
+def golden_place() -> store_records.Place:
+    """The PLACE record."""
+    return store_records.Place(
         placements=(
             store_records.Placement(
                 page=page_ref(4, 0x01020308),
@@ -228,12 +219,40 @@ def golden_records() -> list[tuple[str, format.Record, format.RecordAddress]]:
             ),
         )
     )
+
+
+def golden_seal() -> records.Seal:
+    """The SEAL record."""
+    return records.Seal(
+        chunk_list_digest=sequence(0xB0, 32), chunk_count=2, token_id=42, logprobs=LOGPROBS
+    )
+
+
+def golden_take() -> records.Take:
+    """The TAKE record."""
+    return records.Take(
+        previous_generation=1,
+        worker_id="decode-a",
+        worker_slot=3,
+        worker_incarnation=78,
+        lease_ms=3000,
+        tail=partial_entry(6, 3),
+    )
+
+
+LOGPROBS = fields.Logprobs(logprob=-0.25, top=((7, -0.25), (9, -2.0)))
+
+
+def golden_records() -> list[tuple[str, format.Record, format.RecordAddress]]:
+    """One record of every type, OPEN in each of its four forms, in the order of the segment."""
+    seen = identity()
+    parent = state.Parent(log_id=PARENT_ID, generation=2, position=8)
     append = records.Append(
         token_id=43,
         slot_ref=page_ref(6, 0x0A0B0C0D),
         slot=3,
         page_crc=0x0D0C0B0A,
-        logprobs=logprobs,
+        logprobs=LOGPROBS,
         end_reason=fields.EndReason.STOP,
     )
     checkpoint = records.Checkpoint(
@@ -255,13 +274,13 @@ def golden_records() -> list[tuple[str, format.Record, format.RecordAddress]]:
         ("grant", grant(), 1, 0),
         ("release", records.Release(extents=(extent(),)), 1, 0),
         ("checkpoint", checkpoint, 1, 11),
-        ("seal", seal, 1, 11),
-        ("take", take, 2, 12),
+        ("seal", golden_seal(), 1, 11),
+        ("take", golden_take(), 2, 12),
         ("append", append, 2, 12),
         ("truncate", truncate, 3, 10),
         ("moved", moved, 4, 10),
-        ("place", place, 0, 0),
-        ("publish", publish, 1, 8),
+        ("place", golden_place(), 0, 0),
+        ("publish", golden_publish(), 1, 8),
         (
             "revoke",
             store_records.Revoke(

@@ -48,7 +48,7 @@ def _claims(**changes: object) -> Claims:
         "log_id": LOG,
         "generation": 3,
     }
-    return Claims(**(base | changes))  # type: ignore[arg-type]  # the values above fit
+    return Claims(**(base | changes))  # type: ignore[arg-type] - a table of wrong values  # the values above fit
 
 
 def _token(key: bytes = KEY, **changes: object) -> str:

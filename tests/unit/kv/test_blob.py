@@ -269,6 +269,7 @@ def test_label_mismatch_names_field_ours_and_theirs(
 ) -> None:
     """The caller must be able to tell which side to change."""
     with pytest.raises(ServiceError) as caught:
+        # A table of cases.
         blob.decode_blob(make_blob(), blob.BlobExpectation(**expected))  # type: ignore[arg-type]
     assert caught.value.reason is reason
     assert caught.value.metadata["field"] == field

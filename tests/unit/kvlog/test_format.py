@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
@@ -18,20 +16,12 @@ from baton.errors import Reason, ServiceError
 from baton.kv.blocks import Scope
 from baton.kv.crc import crc32c, mask_crc, slot_list_crc
 from services.kvstore.log import fields, format, records, state, store_records
+from tests.data.kv import make_golden
 
 DATA = Path(__file__).parents[2] / "data" / "kv"
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-GOLDEN = load_script()
+GOLDEN = make_golden
 RECORDS = {name: (record, address) for name, record, address in GOLDEN.golden_records()}
 CHAIN = format.first_chain(GOLDEN.SEGMENT_ID)
 

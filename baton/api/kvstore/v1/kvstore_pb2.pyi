@@ -413,7 +413,7 @@ class CommitCheckpointRequest(_message.Message):
     """The prompt's writer shows its capability once per stream of calls."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PageEntry]:
-        """The pages that hold the range, in position order; a first page that was partial is listed again."""
+        """The pages that hold the range, in position order; a partial first page is listed again."""
 
     def __init__(
         self,
