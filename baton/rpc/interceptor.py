@@ -9,7 +9,7 @@ leave the
   client waiting for its deadline (grpc issue 29248); the client's own cancel and deadline pass;
 - bounds a unary call that came without a deadline;
 - refuses calls over the admission limit with QUEUE_FULL and a time to come back;
-- binds request id and trace for logs and downstream calls.
+- binds request id and trace for logs and downstream calls, and measures the call as a span.
 It never looks into a message.
 """
 
@@ -33,10 +33,12 @@ from baton.rpc.status import DETAILS_KEY, status_of
 from baton.tracing import (
     REQUEST_ID_METADATA,
     TRACEPARENT_METADATA,
+    current_request_id,
     is_request_id,
     new_trace,
     parse_traceparent,
     request_scope,
+    span,
 )
 
 _log = structlog.stdlib.get_logger("baton.rpc")
@@ -78,14 +80,16 @@ class NoMeasures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Bounds on calls. `calls_max`: running at once; `unbounded_methods` (full names) are not
-    counted, for the few streams that live as long as a peer.
+    """Bounds on calls. `calls_max`: running at once; `unbounded_methods` (full names) are neither
+    counted nor traced, for the few streams that live as long as a peer. `is_edge`: applications
+    call here, so a call without a trace begins one; elsewhere it leaves spans only if it fails.
     """
 
     calls_max: int = 1024
     unary_timeout_s: float = 30.0
     retry_after_s: float = 0.5
     unbounded_methods: frozenset[str] = field(default_factory=frozenset)
+    is_edge: bool = False
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -172,8 +176,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _scope(self, method: str, context: _Context) -> Iterator[None]:
-        """Admission slot, ids and deadline of one call."""
-        with self._admitted(method), _ids_of(context), deadline_scope(context.time_remaining()):
+        """Ids, span, admission slot and deadline of one call; the span sees a refusal too."""
+        with (
+            _ids_of(context, is_edge=self._limits.is_edge),
+            self._traced(method),
+            self._admitted(method),
+            deadline_scope(context.time_remaining()),
+        ):
+            yield
+
+    @contextmanager
+    def _traced(self, method: str) -> Iterator[None]:
+        if method in self._limits.unbounded_methods or method.startswith(INFRASTRUCTURE_PREFIX):
+            yield
+            return
+        with span(method.rpartition("/")[2], request_id=current_request_id()):
             yield
 
     @contextmanager
@@ -248,7 +265,7 @@ def _parts(handler: _Handler) -> tuple[_Behaviour, Callable[..., object]]:
 
 
 @contextmanager
-def _ids_of(context: _Context) -> Iterator[None]:
+def _ids_of(context: _Context, *, is_edge: bool) -> Iterator[None]:
     """Binds the caller's request id and trace, or fresh ones where they are missing or
     malformed.
     """
@@ -257,7 +274,7 @@ def _ids_of(context: _Context) -> Iterator[None]:
     if not isinstance(request_id, str) or not is_request_id(request_id):
         request_id = new_request_id()
     trace = parse_traceparent(traceparent) if isinstance(traceparent, str) else None
-    with request_scope(request_id, trace or new_trace()):
+    with request_scope(request_id, trace or new_trace(is_sampled=is_edge)):
         yield
 
 
