@@ -48,7 +48,7 @@ def _claims(**changes: object) -> Claims:
         "log_id": LOG,
         "generation": 3,
     }
-    return Claims(**(base | changes))  # type: ignore[arg-type] - a table of wrong values  # the values above fit
+    return Claims(**(base | changes))  # type: ignore[arg-type]  # the values above fit
 
 
 def _token(key: bytes = KEY, **changes: object) -> str:
@@ -58,6 +58,7 @@ def _token(key: bytes = KEY, **changes: object) -> str:
 def _refusal(token: str | None, clock: ManualClock | None = None, **wanted: object) -> ServiceError:
     verifier = CapabilityVerifier(KEY, clock or ManualClock())
     with pytest.raises(ServiceError) as refused:
+        # A table of wrong values.
         verifier.verify(token, **({"right": Right.READ} | wanted))  # type: ignore[arg-type]
     if token and len(token) > 40:
         assert token not in str(refused.value)

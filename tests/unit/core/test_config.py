@@ -31,7 +31,8 @@ class Config:
     lease_ttl_s: float = setting("Seconds a lease lasts.", default=3.0, minimum=0.1)
     heartbeat_s: float = setting("Seconds between heartbeats.", default=0.5)
     has_reflection: bool = setting("Whether gRPC reflection answers.", default=True)
-    data_dir: Path = setting("Where files go.", default=Path("/tmp/baton"))  # noqa: S108 - never opened
+    # Never opened.
+    data_dir: Path = setting("Where files go.", default=Path("/tmp/baton"))  # noqa: S108
     gateways: tuple[str, ...] = setting("Gateways to tell.", default=())
     ack: Ack = setting("When a token is safe | sent.", default=Ack.OS)
     model: str | None = setting("Model to load.", default=None)
