@@ -22,7 +22,7 @@ from baton.cli.console import CommandFailed, output
 from baton.cli.up import (
     MODEL_DEFAULT,
     ClusterView,
-    check_port,
+    check_ports,
     ensure_model,
     raise_cluster_failure,
 )
@@ -130,6 +130,7 @@ async def _run(cluster: Supervisor, view: ClusterView, url: str, max_tokens: int
 
 def demo(
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="REST port.")] = 8080,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="gRPC port.")] = 8081,
     max_tokens: Annotated[int, typer.Option(min=1, max=512, help="Per answer.")] = MAX_TOKENS,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
@@ -137,16 +138,17 @@ def demo(
 
     Example: baton demo
     """
-    check_port("127.0.0.1", http_port)
     ensure_model(MODEL_DEFAULT)
     with tempfile.TemporaryDirectory(prefix="baton-demo-") as folder:
         options = ClusterOptions(
             model=MODEL_DEFAULT,
             dtype=dtype,
             http_port=http_port,
+            grpc_port=grpc_port,
             run_dir=Path(folder),
             arena_dir=arena_dir(Path(folder)),
         )
+        check_ports(options)
         try:
             with RunDir(options.run_dir) as held, ClusterView(is_live=sys.stdout.isatty()) as view:
                 cluster = prepare(options, held, on_change=view.show)

@@ -118,14 +118,15 @@ def ensure_model(name: str) -> None:
         pull_with_progress(name)
 
 
-def check_port(host: str, port: int) -> None:
+def check_ports(options: ClusterOptions) -> None:
     """Refuse a port that somebody else has, before anything is started."""
-    if not is_free(host, port):
-        raise CommandFailed(
-            f"port {port} on {host} is taken",
-            remedy="stop the other program (`baton down` for a cluster), or give --http-port",
-            exit_code=ExitCode.USAGE,
-        )
+    for flag, port in (("--http-port", options.http_port), ("--grpc-port", options.grpc_port)):
+        if not is_free(options.host, port):
+            raise CommandFailed(
+                f"port {port} on {options.host} is taken",
+                remedy=f"stop the other program (`baton down` for a cluster), or give {flag}",
+                exit_code=ExitCode.USAGE,
+            )
 
 
 async def run_cluster(cluster: Supervisor, view: ClusterView, http_url: str) -> None:
@@ -178,7 +179,7 @@ def raise_cluster_failure(group: BaseExceptionGroup[BaseException]) -> None:
 
 def run_until_stopped(options: ClusterOptions) -> None:
     """Prepare, run and stop a cluster; raises CommandFailed for what the user can mend."""
-    check_port(options.host, options.http_port)
+    check_ports(options)
     ensure_model(options.model)
     try:
         with (
@@ -202,6 +203,9 @@ def up(
     http_port: Annotated[
         int, typer.Option(envvar="BATON_UP_HTTP_PORT", min=1, max=65535, help="REST port.")
     ] = 8080,
+    grpc_port: Annotated[
+        int, typer.Option(envvar="BATON_UP_GRPC_PORT", min=1, max=65535, help="gRPC port.")
+    ] = 8081,
     prefill: Annotated[
         int, typer.Option(envvar="BATON_UP_PREFILL", min=1, max=16, help="Prefill workers.")
     ] = 1,
@@ -249,6 +253,7 @@ def up(
         model=model,
         dtype=dtype.value,
         http_port=http_port,
+        grpc_port=grpc_port,
         prefill_workers=prefill,
         decode_workers=decode,
         arena_bytes=arena_bytes,

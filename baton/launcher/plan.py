@@ -26,6 +26,7 @@ class ClusterOptions:
     run_dir: Path
     arena_dir: Path
     http_port: int
+    grpc_port: int
     dtype: str = "bfloat16"
     host: str = "127.0.0.1"
     prefill_workers: int = 1
@@ -98,7 +99,7 @@ def build_plan(
     threads = divide_cores(machine.cores, options.prefill_workers, options.decode_workers)
     prefill_threads = options.prefill_threads or threads[0]
     decode_threads = options.decode_threads or threads[1]
-    gateway_port, kvstore_port = next_port(), next_port()
+    gateway_port, kvstore_port = options.grpc_port, next_port()
     gateways = f"{options.host}:{gateway_port}"
     kvstore = f"{options.host}:{kvstore_port}"
     specs = [

@@ -29,6 +29,7 @@ class RunningCluster:
     """Where the cluster is."""
 
     url: str
+    grpc_address: str
     run_dir: Path
     ready_after_s: float
     process: subprocess.Popen[str]
@@ -56,10 +57,10 @@ def running_cluster(run_dir: Path, *flags: str) -> Iterator[RunningCluster]:
 
     Raises AssertionError with the command's output when it does not become ready.
     """
-    port = free_port()
+    port, grpc_port = free_port(), free_port()
     argv = (sys.executable, "-m", "baton.cli.main", "up", "--run-dir", str(run_dir))
     process = subprocess.Popen(
-        [*argv, "--http-port", str(port), *flags],
+        [*argv, "--http-port", str(port), "--grpc-port", str(grpc_port), *flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -73,6 +74,7 @@ def running_cluster(run_dir: Path, *flags: str) -> Iterator[RunningCluster]:
         ready_after_s = _wait_until_ready(lines)
         yield RunningCluster(
             url=f"http://127.0.0.1:{port}",
+            grpc_address=f"127.0.0.1:{grpc_port}",
             run_dir=run_dir,
             ready_after_s=ready_after_s,
             process=process,
