@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -27,10 +27,12 @@ from baton.engine.transformer import ComputeCancelled
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
 from baton.kv.digests import ChunkPage, chunk_list_digest
+from baton.stages import FIRST_TOKEN_SAMPLE, KV_PACK, PREFILL_COMPUTE, REQUEST_QUEUE_WAIT, SEAL
+from baton.tracing import current_trace, record_span, span
 from baton.worker.chunker import Chunk, plan_chunks
 from baton.worker.engine import WorkerParts
 from baton.worker.failures import first_failure
-from baton.worker.output import OutputToken
+from baton.worker.output import OutputState, OutputToken
 
 Logits = NDArray[np.float32]
 OnCommit = Callable[[Chunk], Awaitable[None]]
@@ -50,10 +52,27 @@ class ChunkTurns(Protocol):
 
 @dataclass(slots=True)
 class RunTimes:
-    """Seconds this run spent computing, and packing and committing."""
+    """Seconds this run spent waiting for turns, computing, packing and committing, and sealing.
 
+    Packing runs beside the next chunk's computation: `pack_wait_s` is what the run waited for it.
+    """
+
+    queue_s: float = 0.0
     compute_s: float = 0.0
     pack_s: float = 0.0
+    pack_wait_s: float = 0.0
+    sample_s: float = 0.0
+    seal_s: float = 0.0
+
+    def stages(self) -> dict[str, float]:
+        """By stage name; they follow each other."""
+        return {
+            REQUEST_QUEUE_WAIT: self.queue_s,
+            PREFILL_COMPUTE: self.compute_s,
+            KV_PACK: self.pack_wait_s,
+            FIRST_TOKEN_SAMPLE: self.sample_s,
+            SEAL: self.seal_s,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,20 +124,42 @@ class PromptRun:
         """
         logits = await self._compute(turns, wants_logits=True)
         if logits is None:
-            async with turns.turn():
+            async with self._turn(turns):
                 logits = await self._run_job(self._recompute_last)
         return logits
 
+    async def choose(self, state: OutputState, logits: Logits) -> OutputToken:
+        """Sample the first token in the compute thread."""
+        started_s = time.monotonic()
+        with span(FIRST_TOKEN_SAMPLE):
+            token = await self._parts.compute.run(lambda: state.choose(logits))
+        self.times.sample_s += time.monotonic() - started_s
+        return token
+
     async def seal(self, first: OutputToken | None) -> int:
         """Seal the log with its first token (None: KV only); returns the log's position."""
-        digest = chunk_list_digest(self._parts.label.kv_digest(), self._chunks)
-        return await self._parts.store.seal(
-            self.log,
-            digest,
-            self._terms.capability,
-            first_token=None if first is None else first.sampled,
-            finish_reason=None if first is None else first.finish_reason,
-        )
+        started_s = time.monotonic()
+        with span(SEAL):
+            digest = chunk_list_digest(self._parts.label.kv_digest(), self._chunks)
+            position = await self._parts.store.seal(
+                self.log,
+                digest,
+                self._terms.capability,
+                first_token=None if first is None else first.sampled,
+                finish_reason=None if first is None else first.finish_reason,
+            )
+        self.times.seal_s += time.monotonic() - started_s
+        return position
+
+    @asynccontextmanager
+    async def _turn(self, turns: ChunkTurns) -> AsyncIterator[None]:
+        """A turn, and how long it was waited for."""
+        asked_s = time.monotonic()
+        async with turns.turn():
+            got_s = time.monotonic()
+            self.times.queue_s += got_s - asked_s
+            record_span(REQUEST_QUEUE_WAIT, current_trace(), (asked_s, got_s))
+            yield
 
     async def _compute(self, turns: ChunkTurns, *, wants_logits: bool) -> Logits | None:
         await self._require_pages()
@@ -130,15 +171,24 @@ class PromptRun:
                 committing: asyncio.Task[None] | None = None
                 for chunk in plan_chunks(first, self._end, self._terms.chunk_tokens, block_tokens):
                     has_logits = wants_logits and chunk.is_last
-                    async with turns.turn():
-                        logits = await self._run_job(self._job(chunk, has_logits=has_logits))
+                    async with self._turn(turns):
+                        with span(PREFILL_COMPUTE, first=chunk.first, tokens=chunk.tokens):
+                            logits = await self._run_job(self._job(chunk, has_logits=has_logits))
                     await faults.reach("prefill.after_compute")
-                    if committing is not None:
-                        await committing
+                    await self._committed(committing)
                     committing = group.create_task(self._commit(chunk))
+                await self._committed(committing)
         except* ServiceError as failures:
             raise first_failure(failures) from None
         return logits
+
+    async def _committed(self, committing: asyncio.Task[None] | None) -> None:
+        """Wait for the commit under way, if there is one."""
+        if committing is None:
+            return
+        started_s = time.monotonic()
+        await committing
+        self.times.pack_wait_s += time.monotonic() - started_s
 
     async def _require_pages(self) -> None:
         missing = self.table.missing_pages(0, self._end)
@@ -184,11 +234,12 @@ class PromptRun:
 
     async def _commit(self, chunk: Chunk) -> None:
         started_s = time.monotonic()
-        rows = await self._parts.packing.run(lambda: self._packed(chunk))
-        await faults.reach("prefill.before_commit")
-        await self._parts.store.commit_checkpoint(
-            self.log, (chunk.first, chunk.end), rows, self._terms.capability
-        )
+        with span(KV_PACK, first=chunk.first, tokens=chunk.tokens):
+            rows = await self._parts.packing.run(lambda: self._packed(chunk))
+            await faults.reach("prefill.before_commit")
+            await self._parts.store.commit_checkpoint(
+                self.log, (chunk.first, chunk.end), rows, self._terms.capability
+            )
         self._chunks.append(chunk_pages(rows, chunk.first, self._parts.geometry.block_tokens))
         self.times.pack_s += time.monotonic() - started_s
         await self._terms.on_commit(chunk)

@@ -8,8 +8,7 @@ that fails stops writing, frees its place and says why.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -19,6 +18,8 @@ from baton.clock import Clock
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
 from baton.kv.label import PairLabel, require_match
+from baton.stages import LOG_REPLAY
+from baton.tracing import span
 from baton.worker.chunker import Chunk
 from baton.worker.engine import WorkerParts
 from baton.worker.output import OutputState, OutputToken
@@ -46,7 +47,11 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedRun:
-    """How a run ended well; `first_token` is None for KV only. Seconds of its stages."""
+    """How a run ended well; `first_token` is None for KV only.
+
+    `stage_seconds` follow each other and make up `total_s`; `pack_s` also has what went on beside
+    the computation.
+    """
 
     first_token: OutputToken | None
     prompt_tokens: int
@@ -55,29 +60,8 @@ class SealedRun:
     queue_wait_s: float
     compute_s: float
     pack_s: float
-
-
-class WaitingTurns:
-    """A prompt's turns that also tell how long the first one was waited for."""
-
-    def __init__(self, turns: PromptTurns, entered_s: float, clock: Clock) -> None:
-        self._turns = turns
-        self._entered_s = entered_s
-        self._clock = clock
-        self._first_s: float | None = None
-
-    @property
-    def queue_wait_s(self) -> float:
-        """Seconds from admission to the first turn; 0 when none was needed."""
-        return 0.0 if self._first_s is None else self._first_s - self._entered_s
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """See `PromptTurns.turn`."""
-        async with self._turns.turn():
-            if self._first_s is None:
-                self._first_s = self._clock.monotonic_s()
-            yield
+    stage_seconds: Mapping[str, float]
+    total_s: float
 
 
 class Pipeline:
@@ -171,13 +155,15 @@ class Pipeline:
         entered_s = self._clock.monotonic_s()
         with self._turns.entered(order.request_id, token_rate=self._token_rate) as turns:
             await faults.reach("prefill.after_accept")
-            view = await self._parts.store.replay(
-                order.log.log_id,
-                order.capability,
-                self._parts.geometry.block_tokens,
-                generation=order.log.generation,
-            )
+            with span(LOG_REPLAY):
+                view = await self._parts.store.replay(
+                    order.log.log_id,
+                    order.capability,
+                    self._parts.geometry.block_tokens,
+                    generation=order.log.generation,
+                )
             self._check(view)
+            replay_s = self._clock.monotonic_s() - entered_s
             run = PromptRun(self._parts, view, self._terms(order, view, on_commit))
             self._turns.scheduler.set_tokens(order.request_id, run.missing_tokens)
             self._runs[order.request_id] = run
@@ -188,14 +174,14 @@ class Pipeline:
 
             try:
                 with self._parts.held.holding(run.log, lost):
-                    waited = WaitingTurns(turns, entered_s, self._clock)
-                    return await self._sealed(order, view, run, waited)
+                    first = await self._sealed(order, view, run, turns)
+                    return self._measured(view, run, first, (entered_s, replay_s))
             finally:
                 del self._runs[order.request_id]
 
     async def _sealed(
-        self, order: RunOrder, view: LogView, run: PromptRun, turns: WaitingTurns
-    ) -> SealedRun:
+        self, order: RunOrder, view: LogView, run: PromptRun, turns: PromptTurns
+    ) -> OutputToken | None:
         first: OutputToken | None = None
         if order.kv_only:
             await run.compute_kv(turns)
@@ -206,11 +192,11 @@ class Pipeline:
             logits = await run.compute(turns)
             await faults.reach("prefill.logits")
             faults.flip("prefill.logits", logits.data)
-            first = await self._parts.compute.run(lambda: state.choose(logits))
+            first = await run.choose(state, logits)
         await faults.reach("prefill.before_send")
         await run.seal(first)
         await faults.reach("prefill.after_seal")
-        return self._measured(view, run, first, turns.queue_wait_s)
+        return first
 
     def _terms(self, order: RunOrder, view: LogView, on_commit: OnCommit) -> RunTerms:
         async def committed(chunk: Chunk) -> None:
@@ -228,10 +214,15 @@ class Pipeline:
         )
 
     def _measured(
-        self, view: LogView, run: PromptRun, first: OutputToken | None, queue_wait_s: float
+        self,
+        view: LogView,
+        run: PromptRun,
+        first: OutputToken | None,
+        began: tuple[float, float],
     ) -> SealedRun:
+        """`began`: when the run was admitted, and the seconds until its log was replayed."""
         times, head = run.times, view.head
-        self._measures.queue_seconds.observe(queue_wait_s)
+        self._measures.queue_seconds.observe(times.queue_s)
         self._measures.compute_seconds.observe(times.compute_s)
         self._measures.pack_seconds.observe(times.pack_s)
         self._measures.hit_tokens.add(head.cached_tokens)
@@ -244,9 +235,11 @@ class Pipeline:
             prompt_tokens=head.prompt_tokens,
             cached_tokens=head.cached_tokens,
             exactness=self._parts.exactness(head.base_numeric_class),
-            queue_wait_s=queue_wait_s,
+            queue_wait_s=times.queue_s,
             compute_s=times.compute_s,
             pack_s=times.pack_s,
+            stage_seconds={LOG_REPLAY: began[1], **times.stages()},
+            total_s=self._clock.monotonic_s() - began[0],
         )
 
     def _check(self, view: LogView) -> None:

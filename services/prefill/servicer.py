@@ -74,6 +74,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             queue_wait=duration_to_proto(sealed.queue_wait_s),
             prefill_compute=duration_to_proto(sealed.compute_s),
             kv_pack=duration_to_proto(sealed.pack_s),
+            stage_seconds=dict(sealed.stage_seconds),
+            total=duration_to_proto(sealed.total_s),
         )
         if sealed.first_token is not None:
             message.first_token.CopyFrom(token_to_proto(sealed.first_token, self._tokenizer))
