@@ -1,0 +1,71 @@
+"""Clusters that the replayed field reports share: a calm one, and one whose parts are broken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton import models
+from baton.errors import ServiceError
+from baton.faults.switchboard import ENABLED_VARIABLE
+from baton.testing.cluster import RunningCluster, running_cluster
+from tests.cases.replay import TENANTS, Replay
+
+
+def tenants_file(folder: Path) -> str:
+    """A file of two tenants for a new cluster; skips where the bundled model is not cached."""
+    try:
+        models.locate("smollm2")
+    except ServiceError as problem:
+        pytest.skip(f"the bundled model is not cached: {problem.message}")
+    file = folder / "tenants.yaml"
+    file.write_text(TENANTS, encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture(scope="session")
+def calm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """One worker of each kind, float32, two tenants; nobody breaks anything here."""
+    folder = tmp_path_factory.mktemp("cases-calm")
+    flags = ("--dtype", "float32", "--tenants-file", tenants_file(folder))
+    with running_cluster(folder / "run", *flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def drill_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """Two decode workers, float32, two tenants, fault points enabled and none armed."""
+    folder = tmp_path_factory.mktemp("cases-drill")
+    flags = ("--dtype", "float32", "--tenants-file", tenants_file(folder), "--decode", "2")
+    before = os.environ.get(ENABLED_VARIABLE)
+    # The session fixture outlives any monkeypatch; children copy the environment when they start.
+    os.environ[ENABLED_VARIABLE] = "1"
+    try:
+        with running_cluster(folder / "run", *flags) as cluster:
+            yield cluster
+    finally:
+        if before is None:
+            os.environ.pop(ENABLED_VARIABLE, None)
+        else:
+            os.environ[ENABLED_VARIABLE] = before
+
+
+@pytest.fixture
+def calm(calm_cluster: RunningCluster) -> Iterator[Replay]:
+    """The calm cluster; a case that leaves something held there fails."""
+    replay = Replay(calm_cluster)
+    replay.settles()
+    yield replay
+    replay.settles()
+
+
+@pytest.fixture
+def drill(drill_cluster: RunningCluster) -> Iterator[Replay]:
+    """The cluster whose parts die; whole again before and after each case."""
+    replay = Replay(drill_cluster)
+    replay.is_whole(60.0)
+    yield replay
+    replay.is_whole(60.0)
