@@ -105,14 +105,27 @@ def is_request_id(text: str) -> bool:
 
 
 @contextmanager
-def request_scope(request_id: str, trace: TraceContext) -> Iterator[None]:
-    """Everything inside belongs to this request: logs and outgoing calls carry both ids."""
+def request_scope(request_id: str, trace: TraceContext | None) -> Iterator[None]:
+    """Everything inside belongs to this request: logs and outgoing calls carry both ids.
+
+    Without a trace nothing inside is measured.
+    """
     request_token, trace_token = _request_id.set(request_id), _trace.set(trace)
     try:
         yield
     finally:
         _trace.reset(trace_token)
         _request_id.reset(request_token)
+
+
+@contextmanager
+def continued_trace(trace: TraceContext) -> Iterator[None]:
+    """Everything inside belongs to this trace; whose request it is stays as it was."""
+    token = _trace.set(trace)
+    try:
+        yield
+    finally:
+        _trace.reset(token)
 
 
 def outgoing_metadata() -> tuple[tuple[str, str], ...]:
@@ -222,6 +235,8 @@ class Tracing:
         name: str,
         parent: TraceContext | None,
         times_s: tuple[float, float],
+        *,
+        failed: str | None = None,
         **attributes: Attribute | None,
     ) -> None:
         """Adds a span that began and ended at these monotonic times, under `parent`."""
@@ -230,6 +245,8 @@ class Tracing:
         span, context = self._started(self._tracer, name, parent, times_s[0])
         opened = OpenSpan(span)
         opened.set(**attributes)
+        if failed is not None:
+            opened.fail(failed)
         self._ended(opened, span, times_s, is_sampled=context.is_sampled)
 
     def _started(
@@ -323,7 +340,12 @@ def process_tracing() -> Tracing:
 
 @contextmanager
 def span(name: str, **attributes: Attribute | None) -> Iterator[OpenSpan]:
-    """Measures the block in this process's tracing; see `Tracing.span`."""
+    """Measures the block in this process's tracing; see `Tracing.span`. Outside of any trace
+    nothing is measured.
+    """
+    if _trace.get() is None:
+        yield _NO_SPAN
+        return
     with _process.span(name, **attributes) as opened:
         yield opened
 
@@ -332,7 +354,9 @@ def record_span(
     name: str,
     parent: TraceContext | None,
     times_s: tuple[float, float],
+    *,
+    failed: str | None = None,
     **attributes: Attribute | None,
 ) -> None:
     """Adds a span of the past to this process's tracing; see `Tracing.record`."""
-    _process.record(name, parent, times_s, **attributes)
+    _process.record(name, parent, times_s, failed=failed, **attributes)

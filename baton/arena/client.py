@@ -7,6 +7,7 @@ kvstore that is not there yet. What the store refuses comes out as its own Servi
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
@@ -23,6 +24,7 @@ from baton.errors import Reason, ServiceError
 from baton.kv.label import PairLabel
 from baton.kv.layout import KvGeometry
 from baton.rpc.channel import NO_DEADLINE, Call, Channel
+from baton.tracing import current_trace, format_traceparent
 from baton.wire.durations import duration_from_proto
 from baton.wire.finish import finish_to_proto
 from baton.wire.label import label_to_proto
@@ -266,8 +268,8 @@ class KVStoreClient:
         return frozenset(answer.lost_log_ids)
 
     def open_append(self) -> AppendCall:
-        """A fresh append stream; it lives until cancelled or broken."""
-        call = self._stub.Append(timeout=NO_DEADLINE)
+        """A fresh append stream; it lives until cancelled or broken, with ids of no request."""
+        call = contextvars.Context().run(lambda: self._stub.Append(timeout=NO_DEADLINE))
         # The generated types know gRPC's own call; our channel hands out its wrapper.
         return AppendCall(cast("Call", call))
 
@@ -289,6 +291,7 @@ class AppendCall:
                 entries=[wire.entry_to_proto(entry) for entry in entries],
                 worker_id=worker_id,
                 capability=capability,
+                traceparent=_sampled_traceparent(),
             )
         )
 
@@ -305,6 +308,12 @@ class AppendCall:
 
 
 AppendCallFactory = Callable[[], AppendCall]
+
+
+def _sampled_traceparent() -> str:
+    """The trace of a batch that runs in one; most run in none."""
+    trace = current_trace()
+    return format_traceparent(trace) if trace is not None and trace.is_sampled else ""
 
 
 def _position(log: HeldLog) -> common_pb2.LogPosition:

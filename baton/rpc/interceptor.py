@@ -33,6 +33,7 @@ from baton.rpc.status import DETAILS_KEY, status_of
 from baton.tracing import (
     REQUEST_ID_METADATA,
     TRACEPARENT_METADATA,
+    TraceContext,
     current_request_id,
     is_request_id,
     new_trace,
@@ -177,21 +178,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     @contextmanager
     def _scope(self, method: str, context: _Context) -> Iterator[None]:
         """Ids, span, admission slot and deadline of one call; the span sees a refusal too."""
+        name = method.rpartition("/")[2]
         with (
-            _ids_of(context, is_edge=self._limits.is_edge),
-            self._traced(method),
+            _ids_of(context, self._new_trace(method)),
+            span(name, request_id=current_request_id()),
             self._admitted(method),
             deadline_scope(context.time_remaining()),
         ):
             yield
 
-    @contextmanager
-    def _traced(self, method: str) -> Iterator[None]:
+    def _new_trace(self, method: str) -> TraceContext | None:
+        """The trace of a call that brings none; None for what lives as long as a peer."""
         if method in self._limits.unbounded_methods or method.startswith(INFRASTRUCTURE_PREFIX):
-            yield
-            return
-        with span(method.rpartition("/")[2], request_id=current_request_id()):
-            yield
+            return None
+        return new_trace(is_sampled=self._limits.is_edge)
 
     @contextmanager
     def _admitted(self, method: str) -> Iterator[None]:
@@ -265,8 +265,8 @@ def _parts(handler: _Handler) -> tuple[_Behaviour, Callable[..., object]]:
 
 
 @contextmanager
-def _ids_of(context: _Context, *, is_edge: bool) -> Iterator[None]:
-    """Binds the caller's request id and trace, or fresh ones where they are missing or
+def _ids_of(context: _Context, fresh: TraceContext | None) -> Iterator[None]:
+    """Binds the caller's request id and trace, or a fresh id and `fresh` where they are missing or
     malformed.
     """
     sent = {key: value for key, value in context.invocation_metadata() or () if key in _ID_KEYS}
@@ -274,7 +274,7 @@ def _ids_of(context: _Context, *, is_edge: bool) -> Iterator[None]:
     if not isinstance(request_id, str) or not is_request_id(request_id):
         request_id = new_request_id()
     trace = parse_traceparent(traceparent) if isinstance(traceparent, str) else None
-    with request_scope(request_id, trace or new_trace(is_sampled=is_edge)):
+    with request_scope(request_id, trace or fresh):
         yield
 
 

@@ -5,7 +5,8 @@ Owns the shapes that the runner speaks; the servicer turns them into messages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from baton.arena.replay import HeldLog
 from baton.errors import ServiceError
@@ -24,21 +25,27 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A hand-off is done: the sequence runs at `generation` from `position` tokens on."""
+    """A hand-off is done: the sequence runs at `generation` from `position` tokens on.
+
+    `stage_seconds` make up `total_s`, from the command's arrival on.
+    """
 
     generation: int
     position: int
     kv_transfer_s: float
     exactness: str
     prefill_compute_s: float | None = None
+    stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    total_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Produced:
-    """A token whose record is acked; `usage` with the last one."""
+    """A token whose record is acked; `usage` and `stage_seconds` with the last one."""
 
     token: OutputToken
     usage: TokenCounts | None = None
+    stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +84,4 @@ class StartOrder:
     is_local_prefill: bool
     label: PairLabel | None = None
     deadline_s: float | None = None
+    traceparent: str | None = None

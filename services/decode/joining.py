@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from baton.arena.client import TakenLog
 from baton.arena.page_table import PageTable
 from baton.arena.replay import HeldLog, LogView
 from baton.clock import Clock
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
 from baton.kv.label import require_match
+from baton.stages import KV_TRANSFER, KV_UNPACK, LOG_REPLAY
+from baton.tracing import span
 from baton.worker.chunker import Chunk
 from baton.worker.engine import WorkerParts
 from baton.worker.held_logs import OnLost
@@ -78,12 +81,33 @@ class Joiner:
 
     async def _taken(self, order: StartOrder, lost: OnLost) -> Joined:
         began_s = self._clock.monotonic_s()
+        stages: dict[str, float] = {}
         if order.next_index > 1:
             # A resume may meet a log whose answer is complete: nothing to own, only to tell.
             view = await self._replay(order, order.log)
             if view.head.finish_reason is not None:
                 return self._told(order, view, began_s)
-        taken = await self._parts.store.take(
+        with span(KV_TRANSFER):
+            taken = await self._take(order)
+        stages[KV_TRANSFER] = self._clock.monotonic_s() - began_s
+        log = HeldLog(log_id=order.log.log_id, generation=taken.generation)
+        self._parts.held.add(log, lost)
+        try:
+            with span(KV_UNPACK):
+                view = await self._replay(order, log)
+                await faults.reach("decode.mid_fetch")
+                self._check_sealed(view)
+                if view.head.finish_reason is not None:
+                    self._parts.held.discard(log)
+                    return self._told(order, view, began_s)
+                table = await self._completed(order, view)
+                return self._joined(order, view, table, (began_s, stages))
+        except (ServiceError, asyncio.CancelledError):
+            self._parts.held.discard(log)
+            raise
+
+    async def _take(self, order: StartOrder) -> TakenLog:
+        return await self._parts.store.take(
             order.log,
             order.capability,
             pages=1,
@@ -93,26 +117,14 @@ class Joiner:
                 f"-{order.log.generation}-{order.next_index}"
             ),
         )
-        log = HeldLog(log_id=order.log.log_id, generation=taken.generation)
-        self._parts.held.add(log, lost)
-        try:
-            view = await self._replay(order, log)
-            await faults.reach("decode.mid_fetch")
-            self._check_sealed(view)
-            if view.head.finish_reason is not None:
-                self._parts.held.discard(log)
-                return self._told(order, view, began_s)
-            table = await self._completed(order, view)
-            return self._joined(order, view, table, began_s)
-        except (ServiceError, asyncio.CancelledError):
-            self._parts.held.discard(log)
-            raise
 
     async def _prefilled(self, order: StartOrder, lost: OnLost) -> Joined:
         began_s = self._clock.monotonic_s()
         log = order.log
-        view = await self._replay(order, log)
+        with span(LOG_REPLAY):
+            view = await self._replay(order, log)
         self._check_open(view)
+        replay_s = self._clock.monotonic_s() - began_s
         run = PromptRun(self._parts, view, self._terms(order))
 
         def gone(error: ServiceError) -> None:
@@ -125,13 +137,17 @@ class Joiner:
                 view.prompt_ids, view.head.sampling, self._parts.rule, self._parts.tokenizer
             )
             logits = await run.compute(self._turns)
-            first = await self._parts.compute.run(lambda: state.choose(logits))
+            first = await run.choose(state, logits)
             await run.seal(first)
         except (ServiceError, asyncio.CancelledError):
             self._parts.held.discard(log)
             raise
         seconds = self._clock.monotonic_s() - began_s
-        started = self._started(view, view.head.prompt_tokens, 0.0, run.times.compute_s)
+        started = replace(
+            self._started(view, view.head.prompt_tokens, 0.0, run.times.compute_s),
+            stage_seconds={LOG_REPLAY: replay_s, **run.times.stages()},
+            total_s=seconds,
+        )
         sequence = self._sequence(order, view, run.table, (state, (first,)))
         self._measures.transfer_seconds.observe(max(0.0, seconds - run.times.compute_s))
         if sequence is None:
@@ -160,10 +176,18 @@ class Joiner:
             sequence=None,
         )
 
-    def _joined(self, order: StartOrder, view: LogView, table: PageTable, began_s: float) -> Joined:
+    def _joined(
+        self,
+        order: StartOrder,
+        view: LogView,
+        table: PageTable,
+        began: tuple[float, dict[str, float]],
+    ) -> Joined:
+        """`began`: when the join began, and its stages until the log was taken."""
         replay = replay_output(view, self._parts.rule, self._parts.tokenizer)
         self._check_index(order, len(replay[1]))
-        seconds = self._clock.monotonic_s() - began_s
+        seconds = self._clock.monotonic_s() - began[0]
+        stages = {**began[1], KV_UNPACK: seconds - sum(began[1].values())}
         self._measures.transfer_seconds.observe(seconds)
         sequence = self._sequence(order, view, table, replay)
         if sequence is None:
@@ -171,7 +195,11 @@ class Joiner:
                 HeldLog(log_id=view.head.log_id, generation=view.head.generation)
             )
         return Joined(
-            started=self._started(view, view.head.position, seconds, None),
+            started=replace(
+                self._started(view, view.head.position, seconds, None),
+                stage_seconds=stages,
+                total_s=seconds,
+            ),
             replayed=_produced(view, replay[1], order.next_index),
             sequence=sequence,
         )

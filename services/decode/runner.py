@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -23,6 +23,7 @@ from baton.clock import WaitingClock
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
 from baton.ids import new_error_id
+from baton.tracing import span
 from baton.worker.engine import WorkerParts
 from baton.worker.output import OutputToken
 from services.decode.events import Failed, Produced, SequenceEvent, Started, StartOrder
@@ -31,6 +32,7 @@ from services.decode.machine import Sequence, StepInput
 from services.decode.measures import DecodeMeasures
 from services.decode.outbox import Outbox
 from services.decode.scheduler import SlotScheduler
+from services.decode.tracks import Track
 
 IDLE_TURN_S: Final = 0.25
 PARK_AFTER_S: Final = 10.0
@@ -46,6 +48,7 @@ class _Member:
     order: StartOrder
     outbox: Outbox
     deadline_s: float | None
+    track: Track
     sequence: Sequence | None = None
     joining: asyncio.Task[None] | None = None
     failure: ServiceError | None = None
@@ -161,7 +164,8 @@ class Runner:
             return
         now_s = self._clock.monotonic_s()
         deadline_s = None if order.deadline_s is None else now_s + order.deadline_s
-        member = _Member(order=order, outbox=outbox, deadline_s=deadline_s)
+        track = Track(order.request_id, order.traceparent, now_s)
+        member = _Member(order=order, outbox=outbox, deadline_s=deadline_s, track=track)
         self._members[order.request_id] = member
         self._empty.clear()
         # An empty context: the gateway's stream has a life and ids of its own.
@@ -215,7 +219,10 @@ class Runner:
         """Bring one sequence to where it can step; every way out answers its gateway."""
         try:
             await faults.reach("decode.before_accept")
-            joined = await self._joiner.join(member.order, lambda error: self._lose(member, error))
+            with member.track.scope(), span("join", request_id=member.order.request_id):
+                joined = await self._joiner.join(
+                    member.order, lambda error: self._lose(member, error)
+                )
         except ServiceError as error:
             self._remove(member, member.failure or error)
             return
@@ -228,6 +235,7 @@ class Runner:
             self._remove(member, ServiceError.internal(error_id))
             return
         self._measures.received.add()
+        member.track.joined(self._clock.monotonic_s())
         self._post(member, joined.started)
         for produced in joined.replayed:
             self._post(member, produced)
@@ -317,6 +325,9 @@ class Runner:
         if not batch:
             return []
         await faults.reach("decode.step")
+        now_s = self._clock.monotonic_s()
+        for member, _, _ in batch:
+            member.track.step_began(now_s)
         return await self._parts.compute.run(lambda: self._compute(batch))
 
     def _compute(self, batch: list[tuple[_Member, Sequence, StepInput]]) -> list[_Stepped]:
@@ -354,8 +365,9 @@ class Runner:
 
     async def _append(self, entries: list[tuple[_Member, Sequence, AppendEntry]]) -> None:
         """One group commit; its tokens leave as soon as it is acked."""
+        began_s = self._clock.monotonic_s()
         try:
-            outcomes = await self._appends.append([entry for _, _, entry in entries])
+            outcomes = await self._appended(entries)
             if any(sequence.is_first_own for _, sequence, _ in entries):
                 await faults.reach("decode.first_token")
         except ServiceError as error:
@@ -366,11 +378,23 @@ class Runner:
         now_s = self._clock.monotonic_s()
         accepted = 0
         for (member, sequence, _), outcome in zip(entries, outcomes, strict=True):
+            member.track.step_acked(began_s, now_s, len(entries))
             accepted += self._settle(member, sequence, outcome)
         if accepted:
             since_s = self._acked_s
             self._measures.stepped(accepted, 0.0 if since_s is None else now_s - since_s)
         self._acked_s = now_s
+
+    async def _appended(
+        self, entries: list[tuple[_Member, Sequence, AppendEntry]]
+    ) -> tuple[AppendOutcome, ...]:
+        """The group commit, as a part of the trace of one of the sequences that are traced."""
+        batch = [entry for _, _, entry in entries]
+        traced = next((member.track for member, _, _ in entries if member.track.is_stepwise), None)
+        if traced is None:
+            return await self._appends.append(batch)
+        with traced.scope(), span("append", sequences=len(batch)):
+            return await self._appends.append(batch)
 
     def _settle(self, member: _Member, sequence: Sequence, outcome: AppendOutcome) -> bool:
         """Post one entry's token; False when it was refused."""
@@ -378,6 +402,8 @@ class Runner:
         if produced is None:
             return False
         if self._members.get(sequence.request_id) is member:
+            if produced.token.finish_reason is not None:
+                produced = replace(produced, stage_seconds=member.track.stages())
             self._post(member, produced)
         return True
 
@@ -400,6 +426,8 @@ class Runner:
         if error is not None:
             self._post(member, Failed(error=error))
         self._measures.ended.add(outcome="finished" if error is None else error.reason.value)
+        reason = None if error is None else error.reason.value
+        member.track.ended(self._clock.monotonic_s(), reason)
         if not self._members:
             self._acked_s = None
             self._empty.set()

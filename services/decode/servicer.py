@@ -124,6 +124,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             message.started.CopyFrom(_started(what))
         elif isinstance(what, Produced):
             message.token.CopyFrom(token_to_proto(what.token, self._tokenizer))
+            message.stage_seconds.update(what.stage_seconds)
             if what.usage is not None:
                 message.usage.CopyFrom(
                     usage_to_proto(
@@ -161,6 +162,7 @@ def _order(start: decode_pb2.StartSequence) -> StartOrder:
         is_local_prefill=start.local_prefill,
         label=label_from_proto(start.label) if start.HasField("label") else None,
         deadline_s=duration_from_proto(start.deadline) if start.HasField("deadline") else None,
+        traceparent=start.traceparent or None,
     )
 
 
@@ -170,6 +172,8 @@ def _started(started: Started) -> decode_pb2.SequenceStarted:
         position=started.position,
         kv_transfer=duration_to_proto(started.kv_transfer_s),
         exactness=exactness_to_proto(started.exactness),
+        stage_seconds=dict(started.stage_seconds),
+        total=duration_to_proto(started.total_s),
     )
     if started.prefill_compute_s is not None:
         message.prefill_compute.CopyFrom(duration_to_proto(started.prefill_compute_s))

@@ -6,11 +6,13 @@ ends the stream. Never holds an ack longer than its own records need.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 from baton.api.kvstore.v1 import kvstore_pb2
 from baton.errors import ServiceError
 from baton.faults import faults
+from baton.tracing import continued_trace, parse_traceparent, span
 from baton.wire.errors import error_to_proto
 from services.kvstore import wire
 from services.kvstore.access import Access
@@ -39,7 +41,9 @@ class AppendCalls:
         async for request in requests:
             if worker_id is None:
                 worker_id = self._introduced(request)
-            yield await self._commit(request, worker_id)
+            with _traced(request):
+                response = await self._commit(request, worker_id)
+            yield response
 
     def _introduced(self, request: kvstore_pb2.AppendRequest) -> str:
         self._access.worker(request.capability)
@@ -75,6 +79,17 @@ class AppendCalls:
         self._measures.appended(len(request.entries))
         response.ack_level = wire.ack_level_to_proto(level)
         return response
+
+
+@contextmanager
+def _traced(request: kvstore_pb2.AppendRequest) -> Iterator[None]:
+    """A span for the few messages that bring a trace."""
+    trace = parse_traceparent(request.traceparent) if request.traceparent else None
+    if trace is None:
+        yield
+        return
+    with continued_trace(trace), span("Append", entries=len(request.entries)):
+        yield
 
 
 def _add_pages(outcome: kvstore_pb2.AppendOutcome, pages: tuple[GrantedPage, ...]) -> None:

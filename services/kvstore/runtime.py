@@ -14,6 +14,7 @@ import structlog
 
 from baton.clock import Clock
 from baton.errors import ServiceError
+from baton.tracing import span
 from services.kvstore.arena import Arena
 from services.kvstore.log.journal import LogJournal
 from services.kvstore.log.writer import LogWriter
@@ -65,13 +66,16 @@ class Runtime:
     async def acked(self, level: AckLevel) -> None:
         """Returns when all that the cores recorded so far has reached `level`."""
         self.order_work()
-        await self.writer.acked(level)
+        with span("log_ack"):
+            await self.writer.acked(level)
 
     async def ready(self, pages: Collection[int], level: AckLevel) -> None:
         """As `acked`, and the pages are zeroed or filled, as they were ordered to be."""
         self.order_work()
-        await self.pages.ready(pages)
-        await self.writer.acked(level)
+        with span("pages_ready", pages=len(pages)):
+            await self.pages.ready(pages)
+        with span("log_ack"):
+            await self.writer.acked(level)
 
     def damaged(self, work: FillPage) -> None:
         """A copy's source did not verify: the log goes on from the block before."""
