@@ -146,7 +146,7 @@ async def _core(
         cleanup=cleanup,
         clock=service.clock,
         template_digest=model.template_digest,
-        until_decode=hub.until,
+        until=hub.until,
     )
     limits = RequestLimits(
         sequences_max=config.sequences_max, tenant_sequences_max=config.tenant_sequences_max

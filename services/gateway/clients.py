@@ -102,7 +102,10 @@ class StoreClient:
             drop_at_end=request.is_dropped_at_end,
         )
         message.body_hash = body_hash(_retryable_body(message))
-        answer = await self.stub(plan.kvstore_address).Open(message, timeout=OPEN_TIMEOUT_S)
+        try:
+            answer = await self.stub(plan.kvstore_address).Open(message, timeout=OPEN_TIMEOUT_S)
+        except ServiceError as error:
+            raise _unanswered(error) from error
         return Opened(
             generation=answer.generation,
             cached_tokens=answer.cached_tokens,
@@ -141,6 +144,42 @@ def _retryable_body(message: kvstore_pb2.OpenRequest) -> bytes:
     return bytes(body.SerializeToString(deterministic=True))
 
 
+def _is_transport(error: ServiceError) -> bool:
+    """The peer did not say it: gRPC did, because nobody answered."""
+    is_silence = error.reason in (Reason.WORKER_LOST, Reason.DEADLINE_EXCEEDED)
+    return is_silence and "grpc_code" in error.metadata
+
+
+def _unanswered(error: ServiceError) -> ServiceError:
+    """The same refusal; of a store that did not answer, without its address."""
+    if not _is_transport(error):
+        return error
+    return ServiceError(
+        Reason.WORKER_LOST, "the kvstore did not answer; try again shortly", retry_after_s=1.0
+    )
+
+
+def _blamed(error: ServiceError, worker: WorkerRecord) -> ServiceError:
+    """The same refusal, naming the worker; one that did not answer counts as lost."""
+    named = {"worker": worker.worker_id}
+    if _is_transport(error):
+        return ServiceError(
+            Reason.WORKER_LOST,
+            f"the {worker.role.value} worker was lost; try again shortly",
+            metadata=named,
+            retry_after_s=1.0,
+        )
+    if error.reason is Reason.QUEUE_FULL or error.reason is Reason.DRAINING:
+        return ServiceError(
+            error.reason,
+            error.message,
+            field=error.field,
+            metadata={**error.metadata, **named},
+            retry_after_s=error.retry_after_s,
+        )
+    return error
+
+
 class PrefillClient:
     """Calls to prefill workers."""
 
@@ -164,9 +203,12 @@ class PrefillClient:
             kv_only=kv_only,
         )
         call = self._stub(worker.address).Run(message, timeout=timeout_s)
-        async for response in call:
-            if response.WhichOneof("event") == "sealed":
-                return _sealed(response.sealed)
+        try:
+            async for response in call:
+                if response.WhichOneof("event") == "sealed":
+                    return _sealed(response.sealed)
+        except ServiceError as error:
+            raise _blamed(error, worker) from error
         raise ServiceError(
             Reason.WORKER_LOST,
             "the prefill worker's stream ended before the log was sealed",
@@ -209,7 +251,10 @@ class DecodeClient:
             label=label_message(worker),
             hold=duration_to_proto(PREPARE_HOLD_S),
         )
-        await self._stub(worker.address).Prepare(message, timeout=CONTROL_TIMEOUT_S)
+        try:
+            await self._stub(worker.address).Prepare(message, timeout=CONTROL_TIMEOUT_S)
+        except ServiceError as error:
+            raise _blamed(error, worker) from error
 
     async def cancel(self, worker: WorkerRecord, request_id: str, capability: str) -> None:
         """Stop a sequence between two steps."""

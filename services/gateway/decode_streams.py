@@ -90,13 +90,17 @@ class DecodeStream:
                 retry_after_s=1.0,
             ) from error
 
-    def lose(self, why: str) -> None:
-        """The worker counts as dead: every sequence hears it now."""
+    def lose(self, why: str, since_s: float | None = None) -> None:
+        """The worker counts as dead: every sequence hears it now.
+
+        `since_s`: its last sign of life, when that is a while ago.
+        """
+        lost = Lost(why=why, since_s=self._clock.monotonic_s() if since_s is None else since_s)
         self._is_broken = True
         self._closing.set()
         inboxes, self._inboxes = self._inboxes, {}
         for inbox in inboxes.values():
-            inbox.put(Lost(why=why))
+            inbox.put(lost)
 
     async def run(self, opened: OpenStream) -> None:
         """Read until the stream ends, however it ends; never raises but for a cancel."""
@@ -186,7 +190,11 @@ class DecodeStreams:
             if newest is not None and newest.incarnation != stream.worker.incarnation:
                 stream.lose("the decode worker restarted")
             elif not is_alive and silence_s > self._hub.dead_after_s:
-                stream.lose(f"the decode worker was silent for {silence_s:.1f} s")
+                heard_s = self._hub.heard_s(worker_id, stream.worker.incarnation) or 0.0
+                stream.lose(
+                    f"the decode worker was silent for {silence_s:.1f} s",
+                    since_s=max(stream.heard_s, heard_s),
+                )
 
     async def start(self) -> None:
         """Nothing: streams open at first use."""

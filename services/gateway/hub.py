@@ -55,6 +55,10 @@ class WorkerHub:
         """Whether exactly this run of the worker was heard lately."""
         return self._registry.is_alive(worker_id, incarnation, self._clock.monotonic_s())
 
+    def heard_s(self, worker_id: str, incarnation: int) -> float | None:
+        """When exactly this run of the worker was heard last; None if it is not known."""
+        return self._registry.heard_s(worker_id, incarnation)
+
     async def until(self, find: Callable[[], _Found | None], timeout_s: float) -> _Found | None:
         """What `find` returns, tried now and at each heartbeat; None when the time is up."""
         end_s = self._clock.monotonic_s() + timeout_s

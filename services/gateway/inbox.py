@@ -49,9 +49,13 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The stream broke or the worker died: the sequence may go on elsewhere."""
+    """The stream broke or the worker died: the sequence may go on elsewhere.
+
+    `since_s`: the worker's last sign of life, in this process's monotonic time.
+    """
 
     why: str
+    since_s: float
 
 
 SequenceEvent = Started | Token | Failed | Lost

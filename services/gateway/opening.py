@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import structlog
 
@@ -26,10 +26,11 @@ from services.gateway.legs import CONTROL_RIGHTS, CapabilityMint, Leg, Plan
 from services.gateway.planner import Planner
 from services.gateway.prefix_cache import PrefixCache
 from services.gateway.prefixes import PrefixMatch, PrefixQuery, match_prefix
-from services.gateway.registry import WorkerRecord
 from services.gateway.request import CacheMode, SequenceRequest
 
 _log = structlog.stdlib.get_logger("baton.gateway.opening")
+
+_Found = TypeVar("_Found")
 
 _PREFIX_GONE: Final = frozenset(
     {
@@ -43,6 +44,16 @@ _PREFIX_GONE: Final = frozenset(
     }
 )
 """A published prefix that cannot be used after all: go on without it."""
+
+
+class Until(Protocol):
+    """What `find` returns, tried now and whenever a worker is heard; None when the time is up."""
+
+    def __call__(
+        self, find: Callable[[], _Found | None], timeout_s: float
+    ) -> Awaitable[_Found | None]:
+        """See the class."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +71,7 @@ class SequenceParts:
     cleanup: Cleanup
     clock: WaitingClock
     template_digest: bytes
-    until_decode: Callable[
-        [Callable[[], WorkerRecord | None], float], Awaitable[WorkerRecord | None]
-    ]
+    until: Until
 
 
 class LogOpener:
@@ -98,7 +107,7 @@ class LogOpener:
         # The first token is prefill's: an answer of one token never comes to decode.
         leg.is_reserved = plan.prefill is not None and request.sampling.max_tokens != 1
         try:
-            async with _Unwrapped(), asyncio.TaskGroup() as group:
+            async with Unwrapped(), asyncio.TaskGroup() as group:
                 opening = group.create_task(self._parts.stores.open(leg, base=base))
                 if leg.is_reserved:
                     group.create_task(self._parts.decodes.prepare(plan.decode, request))
@@ -151,7 +160,7 @@ class LogOpener:
         return self._request.deadline_s - self._parts.clock.monotonic_s()
 
 
-class _Unwrapped:
+class Unwrapped:
     """Raises the first ServiceError of a task group instead of the group."""
 
     async def __aenter__(self) -> None:

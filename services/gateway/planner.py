@@ -31,10 +31,12 @@ NO_WORKER_RETRY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned: the prompt's length, workers not to use, whether remote is out."""
+    """What is planned: the prompt's length, runs of workers (id, incarnation) not to use, whether
+    remote is out.
+    """
 
     prompt_tokens: int
-    excluded: Collection[str] = ()
+    excluded_runs: Collection[tuple[str, int]] = ()
     is_local_only: bool = False
 
 
@@ -95,6 +97,14 @@ class Planner:
         ]
         return self._least_busy(found)
 
+    def is_alive(self, worker: WorkerRecord) -> bool:
+        """Whether exactly this run of the worker was heard lately."""
+        return self._hub.is_alive(worker.worker_id, worker.incarnation)
+
+    def heard_s(self, worker: WorkerRecord) -> float | None:
+        """When exactly this run of the worker was heard last, by our clock; None if forgotten."""
+        return self._hub.heard_s(worker.worker_id, worker.incarnation)
+
     def context_max(self) -> int | None:
         """The longest history that every decode worker here holds; None when there is none."""
         limits = [
@@ -108,7 +118,7 @@ class Planner:
         return [
             record
             for record in self._hub.routable(role)
-            if record.worker_id not in request.excluded
+            if (record.worker_id, record.incarnation) not in request.excluded_runs
             and record.label is not None
             and record.label.tokenizer == self._tokenizer_hash
             and record.kvstore_address

@@ -151,6 +151,12 @@ class Registry:
             and now_s - entry.heard_s <= self._dead_after_s
         )
 
+    def heard_s(self, worker_id: str, incarnation: int) -> float | None:
+        """When exactly this run of the worker was heard last; None if it is not known."""
+        entry = self._entries.get(worker_id)
+        is_known = entry is not None and entry.record.incarnation == incarnation
+        return entry.heard_s if entry is not None and is_known else None
+
     def statuses(self, now_s: float) -> tuple[WorkerStatus, ...]:
         """Every known worker, ordered by id."""
         return tuple(

@@ -1,7 +1,7 @@
 """The life of one sequence: open, prefill, hand-off, tokens, end; and what if a leg fails.
 
-Owns the order of calls and the recovery rules: a prefill that fails before its seal is tried once
-more with a new log, a decode worker that is lost after it is replaced once at the next token. What
+Owns the order of calls: a prefill that fails before its seal is tried again with a new log, a
+decode worker that is lost after it is replaced at the next token (`recovery` says by whom). What
 was sent to the client is never sent again. Cleaning up after an early end is handed to `cleanup`.
 
 Invariant: deltas leave with consecutive indexes from 0, each once.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -34,37 +33,13 @@ from services.gateway.events import (
 )
 from services.gateway.inbox import Failed, Inbox, Lost, Started, Token
 from services.gateway.legs import DECODE_RIGHTS, PREFILL_RIGHTS, Leg, Plan
-from services.gateway.opening import LogOpener, SequenceParts
-from services.gateway.planner import PlanRequest
-from services.gateway.registry import WorkerRecord
+from services.gateway.opening import LogOpener, SequenceParts, Unwrapped
+from services.gateway.recovery import PASSING, Loss, Recovery
 from services.gateway.request import SequenceRequest
 
 _log = structlog.stdlib.get_logger("baton.gateway.sequence")
 
-ATTEMPTS_MAX: Final = 2
-RESUMES_MAX: Final = 1
-RESUME_WAIT_S: Final = 4.0
-"""How long a broken stream waits for a decode worker; with detection it stays under 5 s."""
-
 Emit = Callable[[Event], Awaitable[None]]
-
-_ELSEWHERE: Final = frozenset(
-    {
-        Reason.WORKER_LOST,
-        Reason.DRAINING,
-        Reason.QUEUE_FULL,
-        Reason.NO_WORKER,
-        Reason.TRANSFER_TIMEOUT,
-        Reason.CHECKSUM_MISMATCH,
-        Reason.COMPAT_MISMATCH,
-        Reason.TOKENIZER_MISMATCH,
-        Reason.LEASE_EXPIRED,
-        Reason.STALE_GENERATION,
-        Reason.INTERNAL,
-        Reason.LOG_CORRUPT,
-    }
-)
-"""A fault of this attempt, not of the request: another worker may do better."""
 
 
 @dataclass(slots=True)
@@ -75,7 +50,7 @@ class _Progress:
     first_token_s: float | None = None
     exactness: Exactness = Exactness.EQUIVALENT
     usage: TokenUsage | None = None
-    resumes: int = 0
+    is_announced: bool = False
     is_recomputed: bool = False
     is_local_fallback: bool = False
     stages: dict[str, float] = field(default_factory=dict)
@@ -90,6 +65,7 @@ class Sequence:
         self._emit = emit
         self._progress = _Progress()
         self._opener = LogOpener(parts, request)
+        self._recovery = Recovery(parts, request.request_id, len(request.prompt.token_ids))
 
     async def run(self) -> None:
         """To the end of the answer; raises ServiceError when there is no (more) answer."""
@@ -107,50 +83,17 @@ class Sequence:
             ) from error
 
     async def _attempts(self) -> None:
-        excluded: set[str] = set()
-        is_local_only = False
-        for attempt in range(1, ATTEMPTS_MAX + 1):
-            is_last = attempt == ATTEMPTS_MAX
-            plan = self._parts.planner.plan(
-                PlanRequest(
-                    prompt_tokens=len(self._request.prompt.token_ids),
-                    excluded=excluded,
-                    is_local_only=is_local_only,
-                )
-            )
+        while True:
+            plan = await self._recovery.plan()
             try:
                 await self._attempt(plan)
                 return
             except ServiceError as error:
-                if is_last or self._progress.delivered or error.reason not in _ELSEWHERE:
+                if self._progress.delivered:
                     raise
-                excluded, is_local_only = self._after_failure(plan, error)
+                self._recovery.require_retry(plan, error)
                 self._progress.is_recomputed = error.reason is not Reason.QUEUE_FULL
-                self._progress.is_local_fallback = is_local_only
-
-    def _after_failure(self, plan: Plan, error: ServiceError) -> tuple[set[str], bool]:
-        """Whom the next attempt leaves out: the worker at fault, where another can do its part."""
-        _log.warning(
-            "attempt_failed",
-            request_id=self._request.request_id,
-            writer=plan.writer.worker_id,
-            decode=plan.decode.worker_id,
-            reason=error.reason.value,
-        )
-        culprit = error.metadata.get("worker", plan.writer.worker_id)
-        for is_local_only in (False, True):
-            probe = PlanRequest(
-                prompt_tokens=len(self._request.prompt.token_ids),
-                excluded={culprit},
-                is_local_only=is_local_only,
-            )
-            try:
-                self._parts.planner.plan(probe)
-            except ServiceError:
-                continue
-            return {culprit}, is_local_only
-        # Nobody else: the same worker may have been restarted meanwhile.
-        return set(), False
+                self._progress.is_local_fallback = self._recovery.is_local_only
 
     async def _attempt(self, plan: Plan) -> None:
         """One log from Open to its end; an early end fences it."""
@@ -168,8 +111,9 @@ class Sequence:
             self._parts.cleanup.end(leg, is_complete=is_complete)
 
     async def _announce(self, leg: Leg) -> None:
-        if self._progress.is_recomputed:
+        if self._progress.is_announced:
             return
+        self._progress.is_announced = True
         plan = leg.plan
         await self._emit(
             Admitted(
@@ -187,11 +131,7 @@ class Sequence:
     async def _remote(self, leg: Leg) -> None:
         """Prefill apart, then hand the sealed log to the decode worker."""
         leg.is_running = True
-        sealed = await self._parts.prefills.run(
-            leg,
-            self._opener.capability(leg.log_id, PREFILL_RIGHTS),
-            timeout_s=max(self._opener.left_s(), 0.001),
-        )
+        sealed = await self._prefilled(leg)
         leg.is_running, leg.is_sealed = False, True
         self._progress.exactness = sealed.exactness
         self._progress.stages |= _prefill_stages(sealed)
@@ -206,26 +146,59 @@ class Sequence:
             return
         await self._decode(leg, next_index=1)
 
+    async def _prefilled(self, leg: Leg) -> Sealed:
+        """The prefill's end; WORKER_LOST as soon as its worker is silent."""
+        async with Unwrapped(), asyncio.TaskGroup() as group:
+            watching = group.create_task(self._recovery.until_silent(leg.plan.writer))
+            sealed = await self._parts.prefills.run(
+                leg,
+                self._opener.capability(leg.log_id, PREFILL_RIGHTS),
+                timeout_s=max(self._opener.left_s(), 0.001),
+            )
+            watching.cancel()
+        return sealed
+
     # --- decode ------------------------------------------------------------------------------
 
     async def _decode(self, leg: Leg, next_index: int) -> None:
-        """Tokens from `next_index` to the last, over one lost worker."""
-        worker = leg.plan.decode
+        """Tokens from `next_index` to the last, over lost workers."""
         while True:
-            stream = self._parts.streams.to(worker)
-            inbox = stream.start(self._start(leg, next_index))
-            leg.is_running, leg.is_reserved = True, False
-            try:
-                lost = await self._consume(leg, inbox)
-            finally:
-                if not inbox.is_closed:
-                    stream.stop(leg.request.request_id)
-                stream.forget(leg.request.request_id)
-            leg.is_running = False
-            if lost is None:
+            loss = await self._stretch(leg, next_index)
+            if loss is None:
                 return
-            worker = await self._replacement(leg, worker, lost)
+            # Before the seal there is nothing to go on from: the next attempt starts over.
+            if not leg.is_sealed:
+                raise loss.error
+            worker = await self._recovery.replacement(leg, loss)
+            _log.info(
+                "sequence_resumed",
+                request_id=self._request.request_id,
+                lost=leg.plan.decode.worker_id,
+                decode=worker.worker_id,
+                index=self._progress.delivered,
+            )
+            leg.plan = replace(leg.plan, decode=worker)
             next_index = self._progress.delivered
+
+    async def _stretch(self, leg: Leg, next_index: int) -> Loss | None:
+        """Tokens from one worker: None after the last one, or how it was lost."""
+        began_s = self._parts.clock.monotonic_s()
+        try:
+            stream = self._parts.streams.to(leg.plan.decode)
+            inbox = stream.start(self._start(leg, next_index))
+        except ServiceError as error:
+            if error.reason not in PASSING:
+                raise
+            return Loss(error=error, since_s=began_s, lost_s=began_s)
+        leg.is_running, leg.is_reserved = True, False
+        try:
+            loss = await self._consume(leg, inbox, began_s)
+        finally:
+            if not inbox.is_closed:
+                stream.stop(leg.request.request_id)
+            stream.forget(leg.request.request_id)
+        leg.is_running = False
+        return loss
 
     def _start(self, leg: Leg, next_index: int) -> StartCommand:
         return StartCommand(
@@ -239,13 +212,15 @@ class Sequence:
             traceparent=self._request.traceparent,
         )
 
-    async def _consume(self, leg: Leg, inbox: Inbox) -> ServiceError | None:
-        """Deliver events to the last token (None), or to the loss of the worker (its error)."""
+    async def _consume(self, leg: Leg, inbox: Inbox, heard_s: float) -> Loss | None:
+        """Deliver events to the last token (None), or to the loss of the worker."""
+        clock = self._parts.clock
         while True:
             match await inbox.get():
                 case Started() as started:
                     self._note_start(leg, started)
                 case Token() as token:
+                    heard_s = clock.monotonic_s()
                     leg.is_sealed = True
                     if token.usage is not None:
                         self._progress.usage = token.usage
@@ -256,17 +231,12 @@ class Sequence:
                         return None
                 case Lost() as lost:
                     _log.warning("decode_lost", worker=leg.plan.decode.worker_id, why=lost.why)
-                    return ServiceError(
-                        Reason.WORKER_LOST,
-                        "the decode worker was lost and the answer could not go on elsewhere; "
-                        "send the request again",
-                        metadata={"worker": leg.plan.decode.worker_id},
-                        retry_after_s=1.0,
-                    )
+                    return Loss(error=_lost(leg), since_s=lost.since_s, lost_s=clock.monotonic_s())
                 case Failed() as failed:
-                    if failed.error.reason in (Reason.WORKER_LOST, Reason.DRAINING):
-                        return failed.error
-                    raise failed.error
+                    if failed.error.reason not in PASSING:
+                        raise failed.error
+                    # Alive, but it lost the log or its store: since its last token.
+                    return Loss(error=failed.error, since_s=heard_s, lost_s=clock.monotonic_s())
 
     def _note_start(self, leg: Leg, started: Started) -> None:
         leg.generation = max(leg.generation, started.generation)
@@ -275,38 +245,6 @@ class Sequence:
             self._progress.stages["prefill_compute"] = started.prefill_compute_s
         if not leg.is_sealed:
             self._progress.exactness = started.exactness
-
-    async def _replacement(
-        self, leg: Leg, worker: WorkerRecord, lost: ServiceError
-    ) -> WorkerRecord:
-        """The worker that goes on: another one, or the same after a restart."""
-        if not leg.is_sealed or self._progress.resumes >= RESUMES_MAX:
-            raise lost
-        self._progress.resumes += 1
-        address = leg.plan.kvstore_address
-
-        def find() -> WorkerRecord | None:
-            other = self._parts.planner.decode_for(address, worker, {worker.worker_id})
-            if other is not None:
-                return other
-            same = self._parts.planner.decode_for(address, worker, ())
-            is_new = same is not None and same.incarnation != worker.incarnation
-            return same if is_new else None
-
-        replacement = await self._parts.until_decode(find, RESUME_WAIT_S)
-        if replacement is None:
-            raise lost
-        state = await self._parts.stores.describe(address, leg.log_id, leg.control)
-        leg.generation = state.generation
-        _log.info(
-            "sequence_resumed",
-            request_id=self._request.request_id,
-            lost=worker.worker_id,
-            decode=replacement.worker_id,
-            index=self._progress.delivered,
-        )
-        leg.plan = Plan(decode=replacement, prefill=leg.plan.prefill, decision=leg.plan.decision)
-        return replacement
 
     # --- delivering --------------------------------------------------------------------------
 
@@ -331,6 +269,7 @@ class Sequence:
                 )
             )
         progress.delivered += 1
+        self._recovery.progressed()
         await self._emit(delta)
 
     async def _complete(self, leg: Leg, finish: FinishReason) -> None:
@@ -367,7 +306,7 @@ class Sequence:
                 elapsed_s=elapsed_s,
                 stage_seconds=dict(progress.stages),
                 prefix_id=leg.prefix_id,
-                resumed=progress.resumes,
+                resumed=self._recovery.resumes,
                 routing=leg.plan.decision.reason,
                 is_fallback=leg.plan.decision.is_fallback or progress.is_local_fallback,
             )
@@ -381,6 +320,16 @@ class Sequence:
         if self._progress.is_recomputed:
             return KvSource.RECOMPUTED
         return KvSource.REMOTE if leg.plan.prefill is not None else KvSource.LOCAL
+
+
+def _lost(leg: Leg) -> ServiceError:
+    return ServiceError(
+        Reason.WORKER_LOST,
+        "the decode worker was lost and the answer could not go on elsewhere; "
+        "send the request again",
+        metadata={"worker": leg.plan.decode.worker_id},
+        retry_after_s=1.0,
+    )
 
 
 def _prefill_stages(sealed: Sealed) -> dict[str, float]:

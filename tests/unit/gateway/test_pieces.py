@@ -104,7 +104,7 @@ async def test_reader_that_is_too_long_behind_is_detached() -> None:
 
 async def test_nothing_comes_after_a_terminal_event() -> None:
     """The last token, a failure or a loss closes the box."""
-    for last in (token(0, FinishReason.STOP), Lost(why="x")):
+    for last in (token(0, FinishReason.STOP), Lost(why="x", since_s=0.0)):
         inbox = Inbox(ManualClock())
         inbox.put(last)
         inbox.put(token(1))
