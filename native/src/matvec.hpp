@@ -113,22 +113,26 @@ struct ByteTile {
         const int32_t* q = job.input->q + at * kDwords;
         const float* scale = job.input->scale + at;
         const int32_t* isum = job.input->isum + at;
-        const uint16_t* row_scales = reinterpret_cast<const uint16_t*>(job.tile);
-        const int head = kPerBlock ? (blocks * 32 + 63) / 64 * 64 : 64;
-        const uint8_t* w = job.tile + head;
+        const uint8_t* w = job.tile + (kPerBlock ? 0 : 64);
         Vf acc[W];
         BT_UNROLL
         for (int b = 0; b < W; ++b) {
             acc[b] = vf_zero();
         }
-        for (int k = 0; k < blocks; ++k, w += kBlock * kTileRows, q += kDwords * W) {
+        for (int k = 0; k < blocks; ++k, q += kDwords * W) {
+            Vf d = vf_set1(1.0f);
+            if constexpr (kPerBlock) {
+                const uint8_t* pair = job.tile + static_cast<size_t>(k / 2) * kQ80TilePair;
+                d = vf_load_f16(reinterpret_cast<const uint16_t*>(pair) + k % 2 * kTileRows);
+                w = pair + 64 + k % 2 * kBlock * kTileRows;
+            }
             Vi sums[W];
             BT_UNROLL
             for (int b = 0; b < W; ++b) {
                 sums[b] = kInt8 ? vi_start_s8(isum[k * W + b]) : vi_zero();
             }
             dot_block_s8<W, kInt8>(w, q, sums);
-            const Vf d = kPerBlock ? vf_load_f16(row_scales + k * kTileRows) : vf_set1(1.0f);
+            w += kBlock * kTileRows;
             BT_UNROLL
             for (int b = 0; b < W; ++b) {
                 const Vf both = vf_mul(d, vf_set1(scale[k * W + b]));
@@ -189,7 +193,8 @@ struct Q41Tile {
         for (int b = 0; b < W; ++b) {
             acc[b] = vf_zero();
         }
-        for (int k = 0; k < blocks; ++k, w += 320, q += kDwords * W, scale += W, sum += W) {
+        for (int k = 0; k < blocks;
+             ++k, w += kQ41TileBlock, q += kDwords * W, scale += W, sum += W) {
             Vi sums[W];
             BT_UNROLL
             for (int b = 0; b < W; ++b) {

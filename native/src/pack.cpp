@@ -16,8 +16,9 @@ constexpr int kQ41Bytes = 20;
 constexpr int kByteColumn[4] = {0, 2, 1, 3};
 constexpr int kByteOfColumn[4] = {0, 2, 1, 3};
 
-size_t q8_head_bytes(int blocks) {
-    return static_cast<size_t>(blocks * 32 + 63) / 64 * 64;
+// Where the two blocks begin that a block is one of.
+size_t q8_pair_at(int block) {
+    return static_cast<size_t>(block / 2) * kQ80TilePair;
 }
 
 float source_f32(const uint8_t* row, int column) {
@@ -64,13 +65,13 @@ void pack_int8(const uint8_t* row, int columns, int lane, uint8_t* tile) {
 }
 
 void pack_q8_0(const uint8_t* row, int columns, int lane, uint8_t* tile) {
-    const int blocks = columns / kBlock;
-    uint8_t* bytes = tile + q8_head_bytes(blocks);
-    for (int block = 0; block < blocks; ++block, row += kQ80Bytes) {
-        memcpy(tile + (static_cast<size_t>(block) * kTileRows + static_cast<size_t>(lane)) * 2, row,
-               2);
+    for (int block = 0; block < columns / kBlock; ++block, row += kQ80Bytes) {
+        uint8_t* pair = tile + q8_pair_at(block);
+        const size_t half = static_cast<size_t>(block % 2);
+        memcpy(pair + (half * kTileRows + static_cast<size_t>(lane)) * 2, row, 2);
+        uint8_t* bytes = pair + 64 + half * kBlock * kTileRows;
         for (int k = 0; k < kBlock; ++k) {
-            bytes[byte_at(lane, block * kBlock + k)] = row[2 + k];
+            bytes[byte_at(lane, k)] = row[2 + k];
         }
     }
 }
@@ -83,7 +84,8 @@ uint8_t q4_nibble(const uint8_t* block, int column) {
 
 void pack_q4_1(const uint8_t* row, int columns, int lane, uint8_t* tile) {
     const size_t at = static_cast<size_t>(lane);
-    for (int block = 0; block < columns / kBlock; ++block, row += kQ41Bytes, tile += 320) {
+    for (int block = 0; block < columns / kBlock;
+         ++block, row += kQ41Bytes, tile += kQ41TileBlock) {
         for (int t = 0; t < 4; ++t) {
             for (int j = 0; j < 4; ++j) {
                 const int column = 8 * t + kByteColumn[j];
@@ -97,7 +99,7 @@ void pack_q4_1(const uint8_t* row, int columns, int lane, uint8_t* tile) {
 }
 
 float unpack_q4_1(const uint8_t* tile, int lane, int column) {
-    const uint8_t* block = tile + static_cast<size_t>(column / kBlock) * 320;
+    const uint8_t* block = tile + static_cast<size_t>(column / kBlock) * kQ41TileBlock;
     const int inside = column % kBlock;
     const size_t at = static_cast<size_t>(lane);
     const uint8_t byte = block[static_cast<size_t>(inside / 8) * 64 + at * 4 +
@@ -128,10 +130,13 @@ float unpack_one(const Matrix& matrix, const uint8_t* tile, int lane, int column
             return value *
                    static_cast<float>(static_cast<int8_t>(tile[64 + byte_at(lane, column)]));
         case BT_Q8_0: {
-            const uint8_t* bytes = tile + q8_head_bytes(matrix.columns / kBlock);
-            memcpy(&half, tile + (static_cast<size_t>(column / kBlock) * kTileRows + at) * 2, 2);
+            const int block = column / kBlock;
+            const uint8_t* pair = tile + q8_pair_at(block);
+            const size_t part = static_cast<size_t>(block % 2);
+            memcpy(&half, pair + (part * kTileRows + at) * 2, 2);
+            const uint8_t* bytes = pair + 64 + part * kBlock * kTileRows;
             return f16_float(half) *
-                   static_cast<float>(static_cast<int8_t>(bytes[byte_at(lane, column)]));
+                   static_cast<float>(static_cast<int8_t>(bytes[byte_at(lane, column % kBlock)]));
         }
         default:
             return unpack_q4_1(tile, lane, column);
@@ -152,9 +157,9 @@ size_t tile_bytes(uint32_t kind, uint64_t columns) {
         case BT_INT8:
             return is_blocked ? 64 + columns * kTileRows : 0;
         case BT_Q8_0:
-            return is_blocked ? q8_head_bytes(blocks) + columns * kTileRows : 0;
+            return is_blocked ? q8_pair_at(blocks + 1) : 0;
         case BT_Q4_1:
-            return is_blocked ? static_cast<size_t>(blocks) * 320 : 0;
+            return is_blocked ? static_cast<size_t>(blocks) * kQ41TileBlock : 0;
         default:
             return 0;
     }
