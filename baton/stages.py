@@ -11,7 +11,7 @@ from typing import Final
 
 RECEIVE: Final = "receive"
 TOKENISE: Final = "tokenise"
-SIBLING_WAIT: Final = "sibling_wait"
+ADMISSION_WAIT: Final = "admission_wait"
 FAILED_ATTEMPTS: Final = "failed_attempts"
 ROUTE: Final = "route"
 SPLICE: Final = "splice"
@@ -33,7 +33,7 @@ PER_TOKEN_DECODE: Final = "per_token_decode"
 FIRST_TOKEN_STAGES: Final = (
     RECEIVE,
     TOKENISE,
-    SIBLING_WAIT,
+    ADMISSION_WAIT,
     FAILED_ATTEMPTS,
     ROUTE,
     SPLICE,

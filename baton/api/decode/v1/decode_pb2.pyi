@@ -359,12 +359,18 @@ class SequenceStarted(_message.Message):
     PREFILL_COMPUTE_FIELD_NUMBER: _builtins.int
     STAGE_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation this worker writes at."""
     position: _builtins.int
     """Tokens in the log when it was taken."""
     exactness: _common_pb2.ExactnessClass.ValueType
     """How the answer relates to a fresh computation."""
+    transfer_bytes: _builtins.int
+    """Bytes of KV handed over; by reference where transport is shm."""
+    transport: _builtins.str
+    """How they were handed over: shm or stream."""
     @_builtins.property
     def kv_transfer(self) -> _duration_pb2.Duration:
         """Seconds from the command to the page table being ready."""
@@ -391,10 +397,12 @@ class SequenceStarted(_message.Message):
         prefill_compute: _duration_pb2.Duration | None = ...,
         stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         total: _duration_pb2.Duration | None = ...,
+        transfer_bytes: _builtins.int = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_transfer", b"kv_transfer", "prefill_compute", b"prefill_compute", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exactness", b"exactness", "generation", b"generation", "kv_transfer", b"kv_transfer", "position", b"position", "prefill_compute", b"prefill_compute", "stage_seconds", b"stage_seconds", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exactness", b"exactness", "generation", b"generation", "kv_transfer", b"kv_transfer", "position", b"position", "prefill_compute", b"prefill_compute", "stage_seconds", b"stage_seconds", "total", b"total", "transfer_bytes", b"transfer_bytes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
