@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from baton.text.stream import TokenBytes
 from services.gateway.events import Completed, Event, FirstToken, TokenDelta
 from services.gateway.rest.answer import AnswerFrame, Choice, baton_object
 from services.gateway.rest.logprobs import CompletionLogprobs
@@ -13,7 +14,7 @@ from services.gateway.rest.logprobs import CompletionLogprobs
 class CompletionShape:
     """Events of a completion request as OpenAI's objects.
 
-    `echoes` holds the prompts' texts when they are to be repeated, else None; `decode` gives a
+    `echoes` holds the prompts' texts when they are to be repeated, else None; `tokenizer` gives a
     token's bytes.
     """
 
@@ -21,11 +22,11 @@ class CompletionShape:
         self,
         frame: AnswerFrame,
         echoes: Sequence[str] | None,
-        decode: Callable[[int], bytes],
+        tokenizer: TokenBytes,
     ) -> None:
         self._frame = frame
         self._echoes = echoes
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _head(self) -> dict[str, Any]:
@@ -56,11 +57,11 @@ class CompletionShape:
 
     def _echo_logprobs(self, index: int) -> dict[str, Any]:
         ids = self._frame.prompt_token_ids[index // self._frame.samples]
-        return self._lists(index).echo(ids, self._decode)
+        return self._lists(index).echo(ids)
 
     def _lists(self, index: int) -> CompletionLogprobs:
         has_top = self._frame.has_top_logprobs
-        return self._logprobs.setdefault(index, CompletionLogprobs(has_top))
+        return self._logprobs.setdefault(index, CompletionLogprobs(has_top, self._tokenizer))
 
     def _token(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         has_logprob = self._frame.has_logprobs and delta.logprob is not None

@@ -5,13 +5,16 @@ JSON has no infinities: a probability of zero is written as the reference's -999
 
 from __future__ import annotations
 
+import codecs
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
+from baton.text.stream import TokenBytes
 from services.gateway.events import Logprob
 
 IMPOSSIBLE: Final = -9999.0
+_Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
 def number(logprob: float) -> float:
@@ -43,37 +46,48 @@ def chat_logprobs(entries: Sequence[Logprob]) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of completions: parallel lists, with offsets into the whole text."""
+    """`choices[].logprobs` of completions: parallel lists, with offsets into the whole text.
 
-    def __init__(self, has_top: bool) -> None:
+    An offset counts the characters of the text before the token, as the text stream decodes it: a
+    token that ends inside a character adds none for it, the one that completes it adds one.
+    """
+
+    def __init__(self, has_top: bool, tokenizer: TokenBytes) -> None:
         self._has_top = has_top
+        self._tokenizer = tokenizer
+        self._utf8 = _Utf8Decoder("replace")
         self._offset = 0
 
-    def echo(self, token_ids: Sequence[int], decode: Callable[[int], bytes]) -> dict[str, Any]:
+    def echo(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """The prompt's tokens; their probabilities are null: they were not computed."""
-        texts = [token_text(decode(token_id)) for token_id in token_ids]
-        offsets = [self._advance(text) for text in texts]
-        nothing: list[None] = [None] * len(texts)
-        return {
-            "tokens": texts,
+        pieces = [self._tokenizer.decode_bytes(token_id) for token_id in token_ids]
+        nothing: list[None] = [None] * len(pieces)
+        lists = {
+            "tokens": [token_text(piece) for piece in pieces],
             "token_logprobs": nothing,
             "top_logprobs": list(nothing) if self._has_top else None,
-            "text_offset": offsets,
+            "text_offset": [self._advance(piece) for piece in pieces],
         }
+        # The answer's text begins afresh behind the prompt, whatever bytes that ends with.
+        self._offset += len(self._utf8.decode(b"", final=True))
+        return lists
 
     def of(self, entries: Sequence[Logprob]) -> dict[str, Any]:
         """The next tokens."""
-        texts = [token_text(one.token_bytes) for one in entries]
         return {
-            "tokens": texts,
+            "tokens": [token_text(one.token_bytes) for one in entries],
             "token_logprobs": [number(one.logprob) for one in entries],
             "top_logprobs": [_top(one) for one in entries] if self._has_top else None,
-            "text_offset": [self._advance(text) for text in texts],
+            "text_offset": [self._advance(self._shown(one)) for one in entries],
         }
 
-    def _advance(self, text: str) -> int:
+    def _shown(self, one: Logprob) -> bytes:
+        """What the token adds to the answer's text: control tokens are left out there."""
+        return b"" if self._tokenizer.is_special(one.token_id) else one.token_bytes
+
+    def _advance(self, piece: bytes) -> int:
         offset = self._offset
-        self._offset += len(text)
+        self._offset += len(self._utf8.decode(piece))
         return offset
 
 

@@ -171,7 +171,7 @@ class Routes:
             served = Served(
                 members=members,
                 frame=frame,
-                shape=CompletionShape(frame, echoes, self._core.model.tokenizer.decode_bytes),
+                shape=CompletionShape(frame, echoes, self._core.model.tokenizer),
                 stream=asked.common.stream,
                 line=line,
                 headers=_ignored_headers(asked.ignored),

@@ -64,6 +64,28 @@ def test_logprob_bytes_rebuild_text_that_no_token_holds_alone() -> None:
     assert bytes(sum((one["bytes"] for one in entries), [])).decode() == " 😀"  # noqa: RUF017  # two
 
 
+class Tokens:
+    """A vocabulary of a split emoji, a letter and a control token."""
+
+    table = (b" \xf0\x9f\x98", b"\x80", b"a", b"<|end|>")
+
+    def decode_bytes(self, token_id: int) -> bytes:
+        return self.table[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == 3
+
+
+def test_text_offsets_count_characters_of_the_text() -> None:
+    """A split character counts once; a control token, which the text leaves out, not at all."""
+    lists = CompletionLogprobs(False, Tokens())
+    assert lists.echo([2, 0, 1])["text_offset"] == [0, 1, 2]
+    entries = [
+        Logprob(token_id=one, logprob=-1.0, token_bytes=Tokens.table[one]) for one in (0, 1, 3, 2)
+    ]
+    assert lists.of(entries)["text_offset"] == [3, 4, 5, 5]
+
+
 def test_impossible_alternatives_are_written_as_the_reference_does() -> None:
     """JSON has no infinity; of two alternatives that read alike the likelier stays."""
     top = tuple(
@@ -71,7 +93,7 @@ def test_impossible_alternatives_are_written_as_the_reference_does() -> None:
         for i, (lp, b) in enumerate([(-0.1, b"\xff"), (-2.0, b"\xfe"), (-math.inf, b"x")])
     )
     entry = Logprob(token_id=1, logprob=-math.inf, token_bytes=b"a", top=top)
-    lists = CompletionLogprobs(has_top=True).of([entry])
+    lists = CompletionLogprobs(True, Tokens()).of([entry])
     assert lists["token_logprobs"] == [-9999.0]
     assert lists["top_logprobs"] == [{"\ufffd": -0.1, "x": -9999.0}]
 
