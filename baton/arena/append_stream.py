@@ -22,11 +22,14 @@ from baton.errors import Reason, ServiceError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendLimits:
-    """`entries_max` per batch; `ack_timeout_s` for one try; `give_up_s` over all tries."""
+    """`entries_max` per batch; `ack_timeout_s` for one try; `give_up_s` over all tries of a store
+    that is silent, `unreachable_s` of one that is not there.
+    """
 
     entries_max: int = 1024
     ack_timeout_s: float = 5.0
-    give_up_s: float = 8.0
+    give_up_s: float = 10.0
+    unreachable_s: float = 4.0
     retry_pause_s: float = 0.2
 
 
@@ -67,15 +70,22 @@ class AppendStream:
             call.cancel()
 
     async def _until_acked(self, entries: Sequence[AppendEntry]) -> tuple[AppendOutcome, ...]:
-        give_up_at_s = self._clock.monotonic_s() + self._limits.give_up_s
+        began_s = self._clock.monotonic_s()
         while True:
             try:
                 return await self._attempt(entries)
             except ServiceError as error:
-                left_s = give_up_at_s - self._clock.monotonic_s()
+                left_s = began_s + self._patience_s(error) - self._clock.monotonic_s()
                 if not _may_pass(error) or left_s <= self._limits.retry_pause_s:
                     raise
             await self._clock.wait(self._never, self._limits.retry_pause_s)
+
+    def _patience_s(self, error: ServiceError) -> float:
+        """A store that is silent may be frozen and go on; one that is gone is waited for less."""
+        limits = self._limits
+        if error.reason is Reason.TRANSFER_TIMEOUT:
+            return limits.give_up_s
+        return min(limits.unreachable_s, limits.give_up_s)
 
     async def _attempt(self, entries: Sequence[AppendEntry]) -> tuple[AppendOutcome, ...]:
         is_done = False

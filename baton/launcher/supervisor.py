@@ -28,6 +28,7 @@ from baton.rpc.health import is_serving
 RESTARTS_MAX: Final = 5
 RESTART_WINDOW_S: Final = 60.0
 RESTART_PAUSE_S: Final = 0.5
+FIRST_RESTART_PAUSE_S: Final = 0.05
 PROBE_INTERVAL_S: Final = 0.1
 PROBE_TIMEOUT_S: Final = 2.0
 STOP_TIMEOUT_S: Final = 10.0
@@ -199,7 +200,8 @@ class Supervisor:
                 self._change(child, ChildState.FAILED)
                 raise ClusterFailed(f"{_cause(child, code)}; it died {len(deaths)} times in a row")
             self._change(child, ChildState.RESTARTING)
-            await self._pause(RESTART_PAUSE_S)
+            # Streams wait for it; one that dies again and again is given a rest.
+            await self._pause(RESTART_PAUSE_S if len(deaths) > 1 else FIRST_RESTART_PAUSE_S)
             if self._stopping.is_set():
                 return
             child.restarts += 1

@@ -18,6 +18,7 @@ from baton.errors import Reason, ServiceError
 from baton.worker.engine import WorkerParts
 
 PAUSE_S: Final = 0.25
+SILENT_AFTER_S: Final = 3.0
 SAYS_AGAIN_S: Final = 5.0
 LET_GO_TIMEOUT_S: Final = 30.0
 
@@ -76,11 +77,21 @@ class Attachment:
         self._kvstore = kvstore
         self._clock = clock
         self._is_attached = True
+        self._heard_s: float | None = clock.monotonic_s()
 
     @property
-    def is_attached(self) -> bool:
-        """False while the kvstore does not know us: no new work can be done."""
-        return self._is_attached
+    def is_usable(self) -> bool:
+        """False while the kvstore does not know us or does not answer: no new work can be done."""
+        if not self._is_attached or self._heard_s is None:
+            return False
+        return self._clock.monotonic_s() - self._heard_s <= SILENT_AFTER_S
+
+    def heard(self, error: ServiceError | None = None) -> None:
+        """The kvstore answered a call, or the call failed with `error`."""
+        if error is None:
+            self._heard_s = self._clock.monotonic_s()
+        elif error.reason is Reason.WORKER_LOST:
+            self._heard_s = None
 
     async def restore(self, stopping: asyncio.Event) -> None:
         """Stop everything, attach again, map the arena of now.

@@ -18,7 +18,7 @@ from baton.errors import ServiceError
 from baton.heartbeat import Heartbeats, Load, Record, Role
 from baton.heartbeat_wire import gateway_beats
 from baton.http_server import HttpServer
-from baton.lifecycle import Service, every
+from baton.lifecycle import Service
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
 from baton.process_files import write_port_file
@@ -33,6 +33,7 @@ from baton.worker.startup import WorkerOptions, capability_or_dev, software_vers
 
 _log = structlog.stdlib.get_logger("baton.worker")
 STARTING_LEASE_S: Final = 10.0
+UNREACHABLE_INTERVAL_S: Final = 0.25
 PEER_STREAMS: Final = frozenset({"/baton.api.decode.v1.DecodeService/Run"})
 """Streams that live as long as a gateway; they count against no limit on calls."""
 
@@ -172,7 +173,7 @@ async def serve_worker(
         return replace(
             record,
             is_draining=is_leaving,
-            is_ready=service.is_ready and attachment.is_attached and not is_leaving,
+            is_ready=service.is_ready and attachment.is_usable and not is_leaving,
             progress=parts.progress.value,
             load=replace(load(), pages_free=counts.pages_free, pages_total=counts.pages_total),
         )
@@ -210,15 +211,19 @@ def _leases(
             await attachment.restore(stopping)
         try:
             counts.pages_free = (await parts.store.describe_arena()).pages_free
+            attachment.heard()
         except ServiceError as error:
             _log.warning("kvstore_unreachable", reason=error.reason.value)
+            attachment.heard(error)
 
     async def run(stopping: asyncio.Event) -> None:
         lease_s = parts.lease_s or STARTING_LEASE_S
         interval_s = min(lease_s / RENEWALS_PER_LEASE, RENEWAL_INTERVAL_MAX_S)
-        await every(
-            interval_s, lambda: tick(stopping), clock=shell.service.clock, stopping=stopping
-        )
+        while not stopping.is_set():
+            await tick(stopping)
+            # A store that died is back in a moment: then its logs wait for us.
+            pause_s = interval_s if attachment.is_usable else UNREACHABLE_INTERVAL_S
+            await shell.service.clock.wait(stopping, pause_s)
 
     return run
 

@@ -13,7 +13,7 @@ from baton.faults import faults
 from baton.heartbeat import Load, Role
 from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
-from baton.worker.serving import Background, open_shell, serve_worker
+from baton.worker.serving import STARTING_LEASE_S, Background, open_shell, serve_worker
 from services.decode.config import DecodeConfig
 from services.decode.joining import Joiner
 from services.decode.measures import DecodeMeasures
@@ -35,7 +35,10 @@ async def wire(service: Service, config: DecodeConfig) -> None:
         shell.parts.store.open_append,
         (config.worker_id, shell.capability),
         service.clock,
-        AppendLimits(entries_max=config.active_sequences_max),
+        AppendLimits(
+            entries_max=config.active_sequences_max,
+            give_up_s=shell.parts.lease_s or STARTING_LEASE_S,
+        ),
     )
     joiner = Joiner(shell.parts, service.clock, measures, config.chunk_tokens)
     runner = Runner(

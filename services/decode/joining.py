@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Final
 
 from baton.arena.client import TakenLog
 from baton.arena.page_table import PageTable
@@ -27,6 +28,8 @@ from baton.worker.prompt_run import PromptRun, RunTerms
 from services.decode.events import Produced, Started, StartOrder, TokenCounts
 from services.decode.machine import Sequence
 from services.decode.measures import DecodeMeasures
+
+_ENDED_PHASES: Final = frozenset({"ended", "kept"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +85,14 @@ class Joiner:
     async def _taken(self, order: StartOrder, lost: OnLost) -> Joined:
         began_s = self._clock.monotonic_s()
         stages: dict[str, float] = {}
-        if order.next_index > 1:
+        try:
+            with span(KV_TRANSFER):
+                taken = await self._take(order)
+        except ServiceError as error:
+            if error.metadata.get("phase") not in _ENDED_PHASES:
+                raise
             # A resume may meet a log whose answer is complete: nothing to own, only to tell.
-            view = await self._replay(order, order.log)
-            if view.head.finish_reason is not None:
-                return self._told(order, view, began_s)
-        with span(KV_TRANSFER):
-            taken = await self._take(order)
+            return self._told(order, await self._replay(order, order.log), began_s)
         stages[KV_TRANSFER] = self._clock.monotonic_s() - began_s
         log = HeldLog(log_id=order.log.log_id, generation=taken.generation)
         self._parts.held.add(log, lost)

@@ -146,19 +146,17 @@ class Keeper:
     # --- room -------------------------------------------------------------------------------
 
     def make_room(self, pages: int) -> None:
-        """Evicts KV of kept logs, least recently used first, until `pages` pages are free.
+        """Evicts KV of logs that nobody writes, least recently used first, until `pages` pages
+        are free.
 
         Stops when nothing is left to evict; the caller sees how many are free.
         """
         pool = self._core.pool
         if pool.free_count >= pages:
             return
-        kept = [
-            log
-            for log in self._core.logs.values()
-            if log.writer is None and log.rows and not log.is_open
-        ]
-        for log in sorted(kept, key=lambda log: log.last_used_s):
+        kept = [log for log in self._core.logs.values() if log.writer is None and log.rows]
+        # One whose writer died may be taken again in a moment: its KV goes last.
+        for log in sorted(kept, key=lambda log: (log.is_open, log.last_used_s)):
             if pool.free_count >= pages:
                 return
             self._drop_rows(log)
