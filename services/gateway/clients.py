@@ -6,8 +6,8 @@ ServiceError. `_pb2` stops here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from baton.api.common.v1 import common_pb2
@@ -72,6 +72,8 @@ class Sealed:
     queue_wait_s: float
     prefill_compute_s: float
     kv_pack_s: float
+    stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    total_s: float = 0.0
 
 
 class StoreClient:
@@ -230,6 +232,8 @@ def _sealed(message: prefill_pb2.Sealed) -> Sealed:
         queue_wait_s=duration_from_proto(message.queue_wait),
         prefill_compute_s=duration_from_proto(message.prefill_compute),
         kv_pack_s=duration_from_proto(message.kv_pack),
+        stage_seconds=dict(message.stage_seconds),
+        total_s=duration_from_proto(message.total),
     )
 
 

@@ -15,7 +15,8 @@ from baton.clock import WaitingClock
 from baton.errors import Reason, ServiceError
 from baton.ids import new_request_id
 from baton.sampling_parameters import SamplingParameters
-from baton.tracing import current_trace, format_traceparent
+from baton.stages import RECEIVE, TOKENISE
+from baton.tracing import span
 from services.gateway.answers import Emit, Events, Member, running
 from services.gateway.hub import WorkerHub
 from services.gateway.legs import CapabilityMint
@@ -34,7 +35,10 @@ SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a client wants, checked as far as its own door can. `timeout_s` bounds all of it."""
+    """What a client wants, checked as far as its own door can. `timeout_s` bounds all of it.
+
+    `received_s`: when it came in, by the core's clock; None: now.
+    """
 
     tenant: Tenant
     prompts: Sequence[tuple[Prompt, str]]
@@ -47,6 +51,7 @@ class Ask:
     model: str | None = None
     max_tokens_field: str = "max_tokens"
     request_id: str | None = None
+    received_s: float | None = None
 
 
 class GatewayCore:
@@ -86,6 +91,24 @@ class GatewayCore:
             return False
         return True
 
+    def missing_part(self, service: str) -> str | None:
+        """Why no `service` could serve now; None when one could. NOT_FOUND for an unknown one."""
+        if service == "gateway":
+            return None
+        try:
+            role = WorkerRole(service)
+        except ValueError as error:
+            raise ServiceError(
+                Reason.NOT_FOUND,
+                f"no service is named {service!r}; there are gateway, "
+                + ", ".join(known.value for known in WorkerRole),
+                field="service",
+            ) from error
+        if self.hub.routable(role):
+            return None
+        heard = [one.reason for one in self.hub.statuses() if one.record.role is role]
+        return f"no {service} is known" if not heard else f"{service}: {heard[0]}"
+
     def context_max(self) -> int:
         """The longest history: the model's, or less where a worker holds less."""
         limit = self._parts.planner.context_max()
@@ -101,14 +124,20 @@ class GatewayCore:
 
     async def prepare(self, ask: Ask) -> list[Member]:
         """The sequences of a request, fully checked; order: prompt by prompt, sample by sample."""
-        received_s = self.clock.monotonic_s()
+        began_s = self.clock.monotonic_s()
+        received_s = began_s if ask.received_s is None else ask.received_s
         self.model.require(ask.model)
         ask.sampling.validate_for_vocabulary(self.model.tokenizer.vocab_size)
         seed, context_max = secrets.randbits(SEED_BITS), self.context_max()
-        base_id, trace = ask.request_id or new_request_id(), current_trace()
+        base_id = ask.request_id or new_request_id()
+        with span(TOKENISE, prompts=len(ask.prompts)):
+            tokenised = [
+                (await self.model.encode(prompt, field), field) for prompt, field in ask.prompts
+            ]
+        ready_s = self.clock.monotonic_s()
+        stages = {RECEIVE: began_s - received_s, TOKENISE: ready_s - began_s}
         members: list[Member] = []
-        for index, (prompt, field) in enumerate(ask.prompts):
-            encoded = await self.model.encode(prompt, field)
+        for index, (encoded, field) in enumerate(tokenised):
             request = SequenceRequest(
                 request_id=base_id if index == 0 else f"{base_id}-p{index}",
                 tenant=ask.tenant,
@@ -126,7 +155,8 @@ class GatewayCore:
                 is_dropped_at_end=ask.is_dropped_at_end,
                 received_s=received_s,
                 deadline_s=received_s + ask.timeout_s,
-                traceparent=None if trace is None else format_traceparent(trace),
+                ready_s=ready_s,
+                stage_seconds=stages,
             )
             first = len(members)
             members += [

@@ -107,6 +107,7 @@ def _event(message: decode_pb2.SequenceEvent) -> SequenceEvent | None:
         return Token(
             delta=delta_from_proto(message.token),
             usage=usage_from_proto(message.usage) if has_usage else None,
+            stage_seconds=dict(message.stage_seconds),
         )
     if kind == "started":
         return _started(message.started)
@@ -123,4 +124,8 @@ def _started(message: decode_pb2.SequenceStarted) -> Started:
         kv_transfer_s=duration_from_proto(message.kv_transfer),
         exactness=exactness_from_proto(message.exactness),
         prefill_compute_s=duration_from_proto(message.prefill_compute) if has_prefill else None,
+        stage_seconds=dict(message.stage_seconds),
+        total_s=duration_from_proto(message.total),
+        transfer_bytes=message.transfer_bytes,
+        transport=message.transport or None,
     )

@@ -91,7 +91,9 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """The answer is complete. `stage_seconds` uses the stage names of docs/formats.md."""
+    """The answer is complete. `stage_seconds` uses the names of `baton.stages`; `first_token_s` is
+    when the first token was ready, in this process's monotonic time.
+    """
 
     finish: FinishReason
     usage: TokenUsage
@@ -107,11 +109,14 @@ class Completed:
     decode_worker_id: str | None
     time_to_first_token_s: float
     elapsed_s: float
+    first_token_s: float = 0.0
     stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     prefix_id: str | None = None
     resumed: int = 0
     routing: str = ""
     is_fallback: bool = False
+    transfer_bytes: int = 0
+    transport: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from baton.clock import Clock
@@ -30,14 +31,19 @@ class Started:
     kv_transfer_s: float
     exactness: Exactness
     prefill_compute_s: float | None
+    stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    total_s: float = 0.0
+    transfer_bytes: int = 0
+    transport: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One token; `usage` comes with the last one."""
+    """One token; `usage` and `stage_seconds` come with the last one."""
 
     delta: TokenDelta
     usage: TokenUsage | None
+    stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar
 
 import structlog
@@ -18,15 +18,18 @@ from baton.clock import WaitingClock
 from baton.errors import Reason, ServiceError
 from baton.ids import new_log_id
 from baton.kv.manifest import Manifest
+from baton.stages import SPLICE
 from services.gateway.cleanup import Cleanup
 from services.gateway.client_prefixes import PrefixClient
 from services.gateway.clients import DecodeClient, Opened, PrefillClient, StoreClient
 from services.gateway.decode_streams import DecodeStreams
+from services.gateway.handoffs import HandOffs
 from services.gateway.legs import CONTROL_RIGHTS, CapabilityMint, Leg, Plan
 from services.gateway.planner import Planner
 from services.gateway.prefix_cache import PrefixCache
 from services.gateway.prefixes import PrefixMatch, PrefixQuery, match_prefix
 from services.gateway.request import CacheMode, SequenceRequest
+from services.gateway.timing import Timeline
 
 _log = structlog.stdlib.get_logger("baton.gateway.opening")
 
@@ -72,19 +75,24 @@ class SequenceParts:
     clock: WaitingClock
     template_digest: bytes
     until: Until
+    handoffs: HandOffs = field(default_factory=HandOffs)
 
 
 class LogOpener:
     """Opens the logs of one request, each under an id of its own."""
 
-    def __init__(self, parts: SequenceParts, request: SequenceRequest) -> None:
+    def __init__(
+        self, parts: SequenceParts, request: SequenceRequest, timeline: Timeline | None = None
+    ) -> None:
         self._parts = parts
         self._request = request
+        self._timeline = timeline or Timeline(parts.clock, {}, request.ready_s)
         self._opens = 0
 
     async def open(self, plan: Plan) -> Leg:
         """A log of this attempt; without the published prefix if that cannot be used."""
-        match = await self._prefix(plan)
+        with self._timeline.stage(SPLICE):
+            match = await self._prefix(plan)
         try:
             return await self._open(plan, match)
         except ServiceError as error:
@@ -100,7 +108,8 @@ class LogOpener:
         control = self.capability(log_id, CONTROL_RIGHTS)
         base: Manifest | None = None
         if match is not None:
-            base = await self._parts.prefixes.manifest(match, request.request_id)
+            with self._timeline.stage(SPLICE, prefix_id=match.prefix.prefix_id):
+                base = await self._parts.prefixes.manifest(match, request.request_id)
         leg = Leg(request=request, plan=plan, log_id=log_id, control=control)
         opened: Opened | None = None
         is_open = False

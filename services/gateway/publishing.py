@@ -119,6 +119,7 @@ class Publisher:
             is_dropped_at_end=False,
             received_s=now_s,
             deadline_s=now_s + PUBLISH_TIMEOUT_S,
+            ready_s=now_s,
         )
 
     async def _prefill(self, leg: Leg) -> None:

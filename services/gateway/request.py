@@ -6,7 +6,8 @@ does I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum, unique
 
 from blake3 import blake3
@@ -93,7 +94,8 @@ class Tenant:
 class SequenceRequest:
     """One sequence to run. `sampling` has its seed and max_tokens resolved.
 
-    `deadline_s` is on this process's monotonic clock; `received_s` is when the request came in.
+    Times are on this process's monotonic clock: `received_s` is when the request came in,
+    `ready_s` when it was checked and tokenised. `stage_seconds` say what it took until then.
     """
 
     request_id: str
@@ -105,7 +107,8 @@ class SequenceRequest:
     is_dropped_at_end: bool
     received_s: float
     deadline_s: float
-    traceparent: str | None = None
+    ready_s: float
+    stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def numbered(self, index: int) -> SequenceRequest:
         """The request of the index-th parallel answer: own id, own seed, the same prompt."""

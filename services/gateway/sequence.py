@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import structlog
 
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
+from baton.stages import KV_TRANSFER, OPEN, PER_TOKEN_DECODE, PREFILL_RPC, ROUTE, STAGES
+from baton.tracing import current_trace, format_traceparent, record_span, span
 from services.gateway.clients import Sealed
 from services.gateway.decode_wire import StartCommand
 from services.gateway.events import (
@@ -31,11 +34,13 @@ from services.gateway.events import (
     TokenDelta,
     TokenUsage,
 )
+from services.gateway.handoffs import HandOff
 from services.gateway.inbox import Failed, Inbox, Lost, Started, Token
 from services.gateway.legs import DECODE_RIGHTS, PREFILL_RIGHTS, Leg, Plan
 from services.gateway.opening import LogOpener, SequenceParts, Unwrapped
 from services.gateway.recovery import PASSING, Loss, Recovery
 from services.gateway.request import SequenceRequest
+from services.gateway.timing import Timeline
 
 _log = structlog.stdlib.get_logger("baton.gateway.sequence")
 
@@ -53,7 +58,8 @@ class _Progress:
     is_announced: bool = False
     is_recomputed: bool = False
     is_local_fallback: bool = False
-    stages: dict[str, float] = field(default_factory=dict)
+    transfer_bytes: int = 0
+    transport: str | None = None
 
 
 class Sequence:
@@ -64,16 +70,19 @@ class Sequence:
         self._request = request
         self._emit = emit
         self._progress = _Progress()
-        self._opener = LogOpener(parts, request)
+        self._timeline = Timeline(parts.clock, request.stage_seconds, request.ready_s)
+        self._opener = LogOpener(parts, request, self._timeline)
         self._recovery = Recovery(parts, request.request_id, len(request.prompt.token_ids))
 
     async def run(self) -> None:
         """To the end of the answer; raises ServiceError when there is no (more) answer."""
+        self._timeline.began()
         left_s = self._request.deadline_s - self._parts.clock.monotonic_s()
         bound = asyncio.timeout(max(left_s, 0.0))
         try:
-            async with bound:
-                await self._attempts()
+            with span("sequence", request_id=self._request.request_id):
+                async with bound:
+                    await self._attempts()
         except TimeoutError as error:
             if not bound.expired():
                 raise
@@ -84,7 +93,8 @@ class Sequence:
 
     async def _attempts(self) -> None:
         while True:
-            plan = await self._recovery.plan()
+            with self._timeline.stage(ROUTE):
+                plan = await self._recovery.plan()
             try:
                 await self._attempt(plan)
                 return
@@ -92,13 +102,15 @@ class Sequence:
                 if self._progress.delivered:
                     raise
                 self._recovery.require_retry(plan, error)
+                self._timeline.attempt_failed()
                 self._progress.is_recomputed = error.reason is not Reason.QUEUE_FULL
                 self._progress.is_local_fallback = self._recovery.is_local_only
 
     async def _attempt(self, plan: Plan) -> None:
         """One log from Open to its end; an early end fences it."""
         await faults.reach("gateway.before_open")
-        leg = await self._opener.open(plan)
+        with self._timeline.stage(OPEN):
+            leg = await self._opener.open(plan)
         is_complete = False
         try:
             await self._announce(leg)
@@ -131,10 +143,11 @@ class Sequence:
     async def _remote(self, leg: Leg) -> None:
         """Prefill apart, then hand the sealed log to the decode worker."""
         leg.is_running = True
-        sealed = await self._prefilled(leg)
+        with self._timeline.stage(PREFILL_RPC, worker=leg.plan.writer.worker_id):
+            sealed = await self._prefilled(leg)
+        self._timeline.prefilled(None, sealed.stage_seconds, sealed.total_s)
         leg.is_running, leg.is_sealed = False, True
         self._progress.exactness = sealed.exactness
-        self._progress.stages |= _prefill_stages(sealed)
         leg.cached_tokens = sealed.usage.cached_tokens
         if sealed.first is None:
             raise ServiceError(Reason.INTERNAL, "the prefill worker sealed without a first token")
@@ -182,6 +195,11 @@ class Sequence:
 
     async def _stretch(self, leg: Leg, next_index: int) -> Loss | None:
         """Tokens from one worker: None after the last one, or how it was lost."""
+        handed = self._parts.handoffs.begun() if leg.is_sealed else nullcontext(HandOff())
+        with span("decode", worker=leg.plan.decode.worker_id), handed as handoff:
+            return await self._started_stretch(leg, next_index, handoff)
+
+    async def _started_stretch(self, leg: Leg, next_index: int, handoff: HandOff) -> Loss | None:
         began_s = self._parts.clock.monotonic_s()
         try:
             stream = self._parts.streams.to(leg.plan.decode)
@@ -192,7 +210,7 @@ class Sequence:
             return Loss(error=error, since_s=began_s, lost_s=began_s)
         leg.is_running, leg.is_reserved = True, False
         try:
-            loss = await self._consume(leg, inbox, began_s)
+            loss = await self._consume(leg, inbox, began_s, handoff)
         finally:
             if not inbox.is_closed:
                 stream.stop(leg.request.request_id)
@@ -201,6 +219,7 @@ class Sequence:
         return loss
 
     def _start(self, leg: Leg, next_index: int) -> StartCommand:
+        trace = current_trace()
         return StartCommand(
             request_id=leg.request.request_id,
             log_id=leg.log_id,
@@ -209,16 +228,19 @@ class Sequence:
             next_index=next_index,
             is_local_prefill=not leg.is_sealed,
             deadline_in_s=max(self._opener.left_s(), 0.001),
-            traceparent=self._request.traceparent,
+            traceparent=None if trace is None else format_traceparent(trace),
         )
 
-    async def _consume(self, leg: Leg, inbox: Inbox, heard_s: float) -> Loss | None:
+    async def _consume(
+        self, leg: Leg, inbox: Inbox, heard_s: float, handoff: HandOff
+    ) -> Loss | None:
         """Deliver events to the last token (None), or to the loss of the worker."""
-        clock = self._parts.clock
+        clock, began_s = self._parts.clock, heard_s
         while True:
             match await inbox.get():
                 case Started() as started:
-                    self._note_start(leg, started)
+                    handoff.received()
+                    self._note_start(leg, started, began_s)
                 case Token() as token:
                     heard_s = clock.monotonic_s()
                     leg.is_sealed = True
@@ -227,6 +249,7 @@ class Sequence:
                         leg.cached_tokens = token.usage.cached_tokens
                     await self._deliver(leg, token.delta)
                     if token.delta.finish is not None:
+                        self._timeline.note(token.stage_seconds)
                         await self._complete(leg, token.delta.finish)
                         return None
                 case Lost() as lost:
@@ -238,13 +261,17 @@ class Sequence:
                     # Alive, but it lost the log or its store: since its last token.
                     return Loss(error=failed.error, since_s=heard_s, lost_s=clock.monotonic_s())
 
-    def _note_start(self, leg: Leg, started: Started) -> None:
+    def _note_start(self, leg: Leg, started: Started, began_s: float) -> None:
         leg.generation = max(leg.generation, started.generation)
-        self._progress.stages.setdefault("kv_transfer", started.kv_transfer_s)
-        if started.prefill_compute_s is not None:
-            self._progress.stages["prefill_compute"] = started.prefill_compute_s
-        if not leg.is_sealed:
-            self._progress.exactness = started.exactness
+        progress = self._progress
+        if leg.is_sealed:
+            record_span("handoff", current_trace(), (began_s, self._parts.clock.monotonic_s()))
+            self._timeline.note(started.stage_seconds or {KV_TRANSFER: started.kv_transfer_s})
+            progress.transfer_bytes += started.transfer_bytes
+            progress.transport = started.transport or progress.transport
+            return
+        progress.exactness = started.exactness
+        self._timeline.prefilled(began_s, started.stage_seconds, started.total_s)
 
     # --- delivering --------------------------------------------------------------------------
 
@@ -259,7 +286,7 @@ class Sequence:
                 f"token {delta.index} came where {progress.delivered} was due; the answer ends",
             )
         if progress.first_token_s is None:
-            progress.first_token_s = self._parts.clock.monotonic_s()
+            progress.first_token_s = self._timeline.first_token()
             await self._emit(
                 FirstToken(
                     mode=self._mode(leg),
@@ -285,8 +312,8 @@ class Sequence:
         )
         elapsed_s = now_s - self._request.received_s
         ttft_s = progress.first_token_s - self._request.received_s
-        if progress.delivered > 1:
-            progress.stages["per_token_decode"] = (elapsed_s - ttft_s) / (progress.delivered - 1)
+        per_token_s = (elapsed_s - ttft_s) / max(progress.delivered - 1, 1)
+        self._timeline.note({PER_TOKEN_DECODE: per_token_s, **dict.fromkeys(STAGES, 0.0)})
         label, prefill = leg.plan.writer.label, leg.plan.prefill
         await self._emit(
             Completed(
@@ -304,11 +331,14 @@ class Sequence:
                 decode_worker_id=leg.plan.decode.worker_id,
                 time_to_first_token_s=ttft_s,
                 elapsed_s=elapsed_s,
-                stage_seconds=dict(progress.stages),
+                first_token_s=progress.first_token_s,
+                stage_seconds=self._timeline.stages,
                 prefix_id=leg.prefix_id,
                 resumed=self._recovery.resumes,
                 routing=leg.plan.decision.reason,
                 is_fallback=leg.plan.decision.is_fallback or progress.is_local_fallback,
+                transfer_bytes=progress.transfer_bytes,
+                transport=progress.transport,
             )
         )
 
@@ -330,11 +360,3 @@ def _lost(leg: Leg) -> ServiceError:
         metadata={"worker": leg.plan.decode.worker_id},
         retry_after_s=1.0,
     )
-
-
-def _prefill_stages(sealed: Sealed) -> dict[str, float]:
-    return {
-        "request_queue_wait": sealed.queue_wait_s,
-        "prefill_compute": sealed.prefill_compute_s,
-        "kv_pack": sealed.kv_pack_s,
-    }

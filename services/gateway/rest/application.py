@@ -18,6 +18,7 @@ from baton.errors import ServiceError
 from baton.ids import new_error_id, new_request_id
 from baton.tracing import is_request_id, new_trace, parse_traceparent, request_scope
 from services.gateway.auth import DEV_TENANT, Authenticator
+from services.gateway.registry import WorkerRole
 from services.gateway.request import Tenant
 from services.gateway.rest.context import CONTEXT_KEY, RequestContext
 from services.gateway.rest.errors import (
@@ -40,7 +41,10 @@ from services.gateway.rest.exchange import (
 
 _log = structlog.stdlib.get_logger("baton.gateway.rest")
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/health", "/ping"})
+OPEN_PATHS: Final = frozenset(
+    {"/healthz", "/readyz", "/health", "/ping", "/readyz/gateway"}
+    | {f"/readyz/{role.value}" for role in WorkerRole}
+)
 """Answer without a credential; they say up or not and nothing else."""
 
 EXPOSED_HEADERS: Final = (

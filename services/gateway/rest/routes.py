@@ -82,6 +82,7 @@ class Routes:
             "/ping": self._alive,
             "/readyz": self._ready,
             "/health": self._ready,
+            "/readyz/{service}": self._part_ready,
             "/version": self._show_version,
             "/metrics": self._show_metrics,
             "/v1/models": self._models,
@@ -98,6 +99,7 @@ class Routes:
         routes = [_route(path, handler, ("GET", "HEAD")) for path, handler in gets.items()]
         routes += [_route(path, handler, ("POST",)) for path, handler in posts.items()]
         routes.append(_route("/v1/prefixes/{id:path}", self._delete_prefix, ("DELETE",)))
+        routes.append(_route("/v1/requests/{id}", self._cancel, ("DELETE",)))
         return routes
 
     # --- health and facts ----------------------------------------------------------------------
@@ -108,6 +110,12 @@ class Routes:
     async def _ready(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         status, text = (200, b"ok\n") if self._core.is_ready() else (503, b"not ready\n")
         await send_bytes(send, status, text, {"content-type": "text/plain; charset=utf-8"})
+
+    async def _part_ready(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        missing = self._core.missing_part(scope["path_params"]["service"])
+        status, text = (200, "ok") if missing is None else (503, missing)
+        body = f"{text}\n".encode()
+        await send_bytes(send, status, body, {"content-type": "text/plain; charset=utf-8"})
 
     async def _show_version(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         await send_json(send, {"version": self._version})
@@ -296,6 +304,16 @@ class Routes:
     async def _list_prefixes(self, scope: Scope, _receive: Receive, send: Send) -> None:
         found = await self._core.publisher.usable(RequestContext.of(scope).tenant)
         await send_json(send, {"object": "list", "data": [prefix_body(one) for one in found]})
+
+    async def _cancel(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        wanted = scope["path_params"]["id"]
+        if not self._core.cancel(RequestContext.of(scope).tenant, wanted):
+            raise ServiceError(
+                Reason.NOT_FOUND,
+                "no such request runs; its id is the X-Baton-Request-Id of its response",
+                field="id",
+            )
+        await send_json(send, {"id": wanted, "object": "request", "cancelled": True})
 
     async def _delete_prefix(self, scope: Scope, _receive: Receive, send: Send) -> None:
         wanted = scope["path_params"]["id"]
