@@ -50,15 +50,21 @@ inline void prefetch_row(const uint8_t* row, int bytes) {
     }
 }
 
-// A walk over the rows of K or of V through the page table, prefetching the pages ahead.
+// A walk over the rows of K or of V through the page table. Each page names the one to prefetch
+// meanwhile: further on in the same walk; past its end, the first of V after K and, after V, K of
+// the positions that follow, which the same thread mostly takes next.
 template <typename Kv>
 struct Rows {
     using Item = typename Kv::Item;
 
-    Rows(const AttendJob& job, size_t offset)
-        : job_(job), offset_(offset), row_bytes_(job.head_dim * static_cast<int>(sizeof(Item))) {}
+    Rows(const AttendJob& job, bool is_key)
+        : job_(job),
+          offset_(is_key ? job.k_offset : job.v_offset),
+          is_key_(is_key),
+          row_bytes_(job.head_dim * static_cast<int>(sizeof(Item))) {}
 
-    // Call f(rows of the page from its first used slot, index of that row in the run, how many).
+    // Call f(rows of the page from its first used slot, index of that row in the run, how many,
+    // rows to prefetch or null).
     template <typename F>
     void each_page(F&& f) const {
         int position = job_.first;
@@ -67,7 +73,7 @@ struct Rows {
             const int slot = position - page * job_.block_tokens;
             const int left = job_.last - position;
             const int count = job_.block_tokens - slot < left ? job_.block_tokens - slot : left;
-            const Item* rows = reinterpret_cast<const Item*>(page_base(page)) +
+            const Item* rows = reinterpret_cast<const Item*>(at(page, offset_)) +
                                static_cast<size_t>(slot) * job_.head_dim;
             f(rows, position - job_.first, count, ahead(page));
             position += count;
@@ -77,17 +83,27 @@ struct Rows {
     int row_bytes() const { return row_bytes_; }
 
   private:
-    const uint8_t* page_base(int page) const {
-        return job_.base + static_cast<size_t>(job_.table[page]) * job_.slot_bytes + offset_;
+    const uint8_t* at(int page, size_t offset) const {
+        return job_.base + static_cast<size_t>(job_.table[page]) * job_.slot_bytes + offset;
     }
     const uint8_t* ahead(int page) const {
+        if (job_.prefetch_pages == 0) {
+            return nullptr;
+        }
         const int next = page + job_.prefetch_pages;
-        const bool is_used = job_.prefetch_pages > 0 && next * job_.block_tokens < job_.last;
-        return is_used ? page_base(next) : nullptr;
+        const int past = next - (job_.last - 1) / job_.block_tokens - 1;
+        if (past < 0) {
+            return at(next, offset_);
+        }
+        const int first = is_key_ ? job_.first / job_.block_tokens + past : next;
+        const int end = is_key_ ? job_.last : job_.length;
+        const bool is_there = first * job_.block_tokens < end;
+        return is_there ? at(first, is_key_ ? job_.v_offset : job_.k_offset) : nullptr;
     }
 
     const AttendJob& job_;
     size_t offset_;
+    bool is_key_;
     int row_bytes_;
 };
 
@@ -95,7 +111,7 @@ struct Rows {
 template <typename Kv, int G>
 inline void score(const AttendJob& job, int g0) {
     using Item = typename Kv::Item;
-    const Rows<Kv> keys(job, job.k_offset);
+    const Rows<Kv> keys(job, true);
     const int dim = job.head_dim, row_bytes = keys.row_bytes();
     const float* query = job.query + g0 * dim;
     float* scores = job.scores + g0 * job.score_stride;
@@ -136,7 +152,7 @@ inline void score(const AttendJob& job, int g0) {
 template <typename Kv, int G, int N>
 inline void weigh(const AttendJob& job, int g0, int from) {
     using Item = typename Kv::Item;
-    const Rows<Kv> values(job, job.v_offset);
+    const Rows<Kv> values(job, false);
     const int dim = job.head_dim, row_bytes = values.row_bytes();
     const float* weights = job.scores + g0 * job.score_stride;
     Vf acc[G][N];
@@ -216,7 +232,7 @@ inline void attend_group(const AttendJob& job, int g0) {
 // Heads whose width is no multiple of 16: plain loops, for tiny and odd models.
 template <typename Kv>
 void attend_scalar(const AttendJob& job) {
-    const Rows<Kv> keys(job, job.k_offset), values(job, job.v_offset);
+    const Rows<Kv> keys(job, true), values(job, false);
     using Item = typename Kv::Item;
     const int dim = job.head_dim;
     for (int g = 0; g < job.group; ++g) {

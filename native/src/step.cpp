@@ -253,6 +253,7 @@ class StepThread {
         job.head_dim = dim;
         job.first = positions.first;
         job.last = positions.end;
+        job.length = step_.lengths[b];
         job.group = kernel_.group;
         job.query = worker_.query;
         job.scores = worker_.scores;

@@ -81,6 +81,7 @@ struct AttendJob {
     int head_dim;
     int first;
     int last;
+    int length;  // of the whole sequence
     int group;
     const float* query;  // [group][head_dim], scaled
     float* scores;       // [group][score_stride]
