@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli import chat, demo, doctor, health, models, prefix, up
+from baton.cli import chat, demo, doctor, health, models, prefix, trace, up
 from baton.cli.console import CommandFailed, ExitCode, output, show_error
 from baton.errors import ServiceError
 
@@ -100,6 +100,7 @@ def build_app() -> typer.Typer:
     add(app, "prefix", prefix.app)
     add(app, "doctor", doctor.doctor)
     add(app, "health", health.health)
+    add(app, "trace", trace.trace)
     add(app, "version", show_version)
     for problem in add_entry_points(app, importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
         show_error(problem)

@@ -13,6 +13,7 @@ from baton.faults import faults
 from baton.heartbeat import Load, Role
 from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
+from baton.tracing import start_tracing
 from baton.worker.serving import STARTING_LEASE_S, Background, open_shell, serve_worker
 from services.decode.config import DecodeConfig
 from services.decode.joining import Joiner
@@ -78,6 +79,7 @@ def main() -> None:
     """The console script `baton-decode`."""
     config = load_config_or_exit(DecodeConfig, NAME, sys.argv[1:], os.environ)
     configure_logging(NAME, level=config.log_level.upper())
+    start_tracing(NAME, is_enabled=config.tracing)
     sys.exit(run_service(NAME, lambda service: wire(service, config)))
 
 

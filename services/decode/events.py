@@ -37,6 +37,8 @@ class Started:
     prefill_compute_s: float | None = None
     stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     total_s: float = 0.0
+    transfer_bytes: int = 0
+    transport: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,10 @@ from services.decode.measures import DecodeMeasures
 _ENDED_PHASES: Final = frozenset({"ended", "kept"})
 
 
+SHARED_MEMORY: Final = "shm"
+"""How KV comes here: by reference, in the arena of this node."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     """`replayed`: tokens to send at once. `sequence` None: the log had ended already."""
@@ -203,6 +207,8 @@ class Joiner:
                 self._started(view, view.head.position, seconds, None),
                 stage_seconds=stages,
                 total_s=seconds,
+                transfer_bytes=view.head.committed_position * self._parts.geometry.token_bytes,
+                transport=SHARED_MEMORY,
             ),
             replayed=_produced(view, replay[1], order.next_index),
             sequence=sequence,

@@ -174,6 +174,8 @@ def _started(started: Started) -> decode_pb2.SequenceStarted:
         exactness=exactness_to_proto(started.exactness),
         stage_seconds=dict(started.stage_seconds),
         total=duration_to_proto(started.total_s),
+        transfer_bytes=started.transfer_bytes,
+        transport=started.transport or "",
     )
     if started.prefill_compute_s is not None:
         message.prefill_compute.CopyFrom(duration_to_proto(started.prefill_compute_s))

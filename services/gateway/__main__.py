@@ -27,6 +27,7 @@ from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server, is_loopback
 from baton.text.bundle import TextBundle
+from baton.tracing import start_tracing
 from services.gateway.auth import Authenticator, load_tenants
 from services.gateway.cleanup import Cleanup
 from services.gateway.client_prefixes import PrefixClient
@@ -47,6 +48,7 @@ from services.gateway.rest.application import RestApplication, with_cors
 from services.gateway.rest.routes import RestLimits, Routes
 from services.gateway.servicer import GatewayServicer
 from services.gateway.servicer_registry import RegistryServicer
+from services.gateway.traces import TraceGatherer
 
 NAME: Final = "gateway"
 GATEWAY_SERVICE: Final = "baton.api.gateway.v1.GatewayService"
@@ -191,6 +193,7 @@ def _server(config: GatewayConfig, metrics: Metrics) -> RpcServer:
                 # Publishing a long prefix is unary and computes.
                 unary_timeout_s=300.0,
                 unbounded_methods=frozenset({heartbeat}),
+                is_edge=True,
             ),
         ),
         RpcMeasures(metrics, "server"),
@@ -211,7 +214,8 @@ async def _http(
         timeout_s=config.request_timeout_s,
         timeout_s_max=config.request_timeout_s_max,
     )
-    routes = Routes(core, limits, _version())
+    traces = TraceGatherer(config.gateway_id, core.hub.statuses)
+    routes = Routes(core, limits, _version(), traces)
     application = with_cors(RestApplication(routes.table(), authenticator), config.cors_origins)
     http = HttpServer(
         application,
@@ -222,7 +226,7 @@ async def _http(
     await service.start("http", http)
     if config.metrics_port is not None:
         page = HttpServer(
-            metrics_application(metrics, core.is_ready),
+            metrics_application(metrics, core.is_ready, traces.find),
             f"{config.host}:{config.metrics_port}",
             service.spawn,
             is_insecure_bind_allowed=config.insecure_bind,
@@ -249,6 +253,7 @@ def main() -> None:
     """The console script `baton-gateway`."""
     config = load_config_or_exit(GatewayConfig, NAME, sys.argv[1:], os.environ)
     configure_logging(NAME, level=config.log_level.upper())
+    start_tracing(NAME, is_enabled=config.tracing)
     sys.exit(run_service(NAME, lambda service: wire(service, config)))
 
 

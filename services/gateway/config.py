@@ -33,6 +33,7 @@ class GatewayConfig:
         maximum=65535,
     )
     log_level: str = setting("debug, info, warning or error.", default="info")
+    tracing: bool = setting("Measure spans and keep the last ones for /debug/traces.", default=True)
     run_dir: Path | None = setting("Directory for run-time files.", default=None)
     cluster_key_file: Path | None = setting(
         "File with the cluster key; without it the public development key is used.", default=None

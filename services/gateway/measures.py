@@ -104,9 +104,9 @@ class GatewayMeasures:
         cleanups = self._metrics.gauge("baton_cleanups_pending", "Ended logs not yet closed.")
         cleanups.follow(pending)
 
-    def exposition(self) -> bytes:
-        """Prometheus' text format."""
-        return self._metrics.exposition()
+    def negotiated(self, accept: str | None) -> tuple[bytes, str]:
+        """The metrics' text and its content type."""
+        return self._metrics.negotiated(accept)
 
     def count(self, line: RequestLine) -> None:
         """Count a finished request and write its line."""

@@ -15,6 +15,7 @@ from baton.api.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from baton.capability import Right
 from baton.errors import Reason, ServiceError
 from baton.ids import LOG_ID_BYTES, new_log_id, new_request_id
+from baton.tracing import span
 from baton.wire.durations import duration_from_proto, duration_to_proto, timestamp_to_proto
 from baton.wire.finish import finish_to_proto
 from baton.wire.sampling import sampling_from_proto
@@ -36,6 +37,7 @@ from services.gateway.request import (
     TokensPrompt,
 )
 from services.gateway.rest.serve import accounted
+from services.gateway.timing import FirstSends
 from services.gateway.wire import (
     cache_mode_from_proto,
     delta_to_proto,
@@ -81,15 +83,23 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             tenant=tenant.name,
             model=self._core.model.name,
         )
-        with accounted(self._core, line):
+        with (
+            accounted(self._core, line),
+            span("request", request_id=line.request_id, tenant=tenant.name),
+        ):
             members = await self._core.prepare(self._ask(request, tenant, context, line))
+            sends = FirstSends(self._core.clock)
             async with self._core.run(members) as events:
                 async for item in events:
-                    if isinstance(item.event, Completed):
-                        line.answers.append(item.event)
-                    response = _response(item.event)
+                    event = item.event
+                    if isinstance(event, Completed):
+                        event = sends.corrected(item.index, event)
+                        line.answers.append(event)
+                    response = _response(event)
                     if response is not None:
                         await context.write(response)
+                    if isinstance(event, TokenDelta):
+                        sends.sent(item.index)
 
     def _ask(
         self,

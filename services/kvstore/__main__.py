@@ -33,6 +33,7 @@ from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server
 from baton.text.bundle import TextBundle
+from baton.tracing import start_tracing
 from services.kvstore.assembly import Assembled, Plan, assemble
 from services.kvstore.config import KVStoreConfig, default_arena_dir
 from services.kvstore.identity import Identity
@@ -205,6 +206,7 @@ def main() -> None:
     """The console script `baton-kvstore`."""
     config = load_config_or_exit(KVStoreConfig, NAME, sys.argv[1:], os.environ)
     configure_logging(NAME, level=config.log_level.upper())
+    start_tracing(NAME, is_enabled=config.tracing)
     sys.exit(run_service(NAME, lambda service: wire(service, config)))
 
 

@@ -106,6 +106,7 @@ class KVStoreConfig:
     )
     run_dir: Path | None = setting("directory for this process's files", default=None)
     log_level: str = setting("debug, info, warning or error", default="info")
+    tracing: bool = setting("Measure spans and keep the last ones for /debug/traces.", default=True)
     insecure_bind: bool = setting(
         "allow plain text beyond loopback, where the network is trusted", default=False
     )

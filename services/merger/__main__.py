@@ -26,6 +26,7 @@ from baton.metrics_server import metrics_application
 from baton.process_files import write_port_file
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import ServerOptions, build_server
+from baton.tracing import start_tracing
 from services.merger.config import MergerConfig
 from services.merger.materialise import Materialiser
 from services.merger.measures import MergerMeasures
@@ -126,6 +127,7 @@ def main() -> None:
     """The console script `baton-merger`."""
     config = load_config_or_exit(MergerConfig, NAME, sys.argv[1:], os.environ)
     configure_logging(NAME, level=config.log_level.upper())
+    start_tracing(NAME, is_enabled=config.tracing)
     sys.exit(run_service(NAME, lambda service: wire(service, config)))
 
 

@@ -39,6 +39,7 @@ class MergerConfig:
     )
     run_dir: Path | None = setting("Directory for run-time files.", default=None)
     log_level: str = setting("debug, info, warning or error.", default="info")
+    tracing: bool = setting("Measure spans and keep the last ones for /debug/traces.", default=True)
 
     def validate(self) -> list[str]:
         """Relations between settings."""

@@ -12,6 +12,7 @@ from baton.faults import faults
 from baton.heartbeat import Load, Role
 from baton.lifecycle import Service, run_service
 from baton.log import configure_logging
+from baton.tracing import start_tracing
 from baton.worker.serving import open_shell, serve_worker
 from services.prefill.config import PrefillConfig
 from services.prefill.measures import PrefillMeasures
@@ -61,6 +62,7 @@ def main() -> None:
     """The console script `baton-prefill`."""
     config = load_config_or_exit(PrefillConfig, NAME, sys.argv[1:], os.environ)
     configure_logging(NAME, level=config.log_level.upper())
+    start_tracing(NAME, is_enabled=config.tracing)
     sys.exit(run_service(NAME, lambda service: wire(service, config)))
 
 

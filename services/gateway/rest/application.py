@@ -6,6 +6,7 @@ is logged once under an error id and answered opaquely.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,9 +15,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
-from baton.errors import ServiceError
+from baton.errors import Reason, ServiceError
 from baton.ids import new_error_id, new_request_id
-from baton.tracing import is_request_id, new_trace, parse_traceparent, request_scope
+from baton.tracing import (
+    TraceContext,
+    is_request_id,
+    new_trace,
+    parse_traceparent,
+    request_scope,
+    span,
+)
 from services.gateway.auth import DEV_TENANT, Authenticator
 from services.gateway.registry import WorkerRole
 from services.gateway.request import Tenant
@@ -47,6 +55,12 @@ OPEN_PATHS: Final = frozenset(
 )
 """Answer without a credential; they say up or not and nothing else."""
 
+UNTRACED_PATHS: Final = OPEN_PATHS | {"/metrics", "/version"}
+"""Asked every few seconds by machines: spans of these would push out those of requests."""
+
+ROOT_SPAN: Final = "request"
+TRACES_PATH: Final = "/debug/traces/"
+
 EXPOSED_HEADERS: Final = (
     "x-request-id",
     "x-baton-request-id",
@@ -70,23 +84,37 @@ class RestApplication:
         """One exchange."""
         if scope["type"] != "http":
             return
+        received_s = time.monotonic()
         request_id, client_id = new_request_id(), header(scope, "x-request-id")
         if client_id is not None and not is_request_id(client_id):
             client_id = None
-        trace = parse_traceparent(header(scope, "traceparent")) or new_trace()
+        trace: TraceContext | None = parse_traceparent(header(scope, "traceparent")) or new_trace()
         writer = _Writer(send, request_id, client_id or request_id)
-        with request_scope(request_id, trace.child()):
+        if scope["path"] in UNTRACED_PATHS or scope["path"].startswith(TRACES_PATH):
+            trace = None
+        with (
+            request_scope(request_id, trace),
+            span(ROOT_SPAN, request_id=request_id, client_request_id=client_id) as root,
+        ):
             try:
+                with span("auth"):
+                    tenant = self._tenant(scope)
+                root.set(tenant=tenant.name)
                 scope[CONTEXT_KEY] = RequestContext(
-                    request_id=request_id, client_request_id=client_id, tenant=self._tenant(scope)
+                    request_id=request_id,
+                    client_request_id=client_id,
+                    tenant=tenant,
+                    received_s=received_s,
                 )
                 # Router answers 404 and 405 itself unless an application stands above it.
                 scope["app"] = self
                 await self._router(scope, receive, writer.send)
             except ClientGone:
-                return
+                root.fail(Reason.CANCELLED.value)
             except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
-                await writer.fail(_answer(error))
+                answer = _answer(error)
+                root.fail(str(answer.body["error"]["code"]))
+                await writer.fail(answer)
 
     def _tenant(self, scope: Scope) -> Tenant:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):

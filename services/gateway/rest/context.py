@@ -13,11 +13,14 @@ CONTEXT_KEY: Final = "baton.context"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Travels in the ASGI scope. `client_request_id` is only echoed and logged."""
+    """Travels in the ASGI scope. `client_request_id` is only echoed and logged; `received_s` is
+    this process's monotonic time.
+    """
 
     request_id: str
     client_request_id: str | None
     tenant: Tenant
+    received_s: float
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:

@@ -6,14 +6,16 @@ Owns the table of paths. Every path but the health checks needs a credential (se
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.routing import Route
 
 from baton.errors import Reason, ServiceError
+from baton.stages import RECEIVE
+from baton.tracing import span
 from services.gateway.answers import Member
 from services.gateway.core import Ask, GatewayCore
 from services.gateway.measures import RequestLine
@@ -39,11 +41,13 @@ from services.gateway.rest.json_body import invalid, parse_object
 from services.gateway.rest.reader import ObjectReader, checked_text, checked_whole
 from services.gateway.rest.sampling_fields import CommonFields
 from services.gateway.rest.serve import Served, accounted, serve
+from services.gateway.traces import TraceGatherer
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 IGNORED_HEADER_CHARS_MAX: Final = 1024
 TTL_S_MAX: Final = 10 * 365 * 86_400.0
 TENANTS_MAX: Final = 1024
+TRACE_ID_CHARS_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,15 @@ class _Endpoint:
 class Routes:
     """The handlers, over one core."""
 
-    def __init__(self, core: GatewayCore, limits: RestLimits, version: str) -> None:
+    def __init__(
+        self,
+        core: GatewayCore,
+        limits: RestLimits,
+        version: str,
+        traces: TraceGatherer | None = None,
+    ) -> None:
         self._core = core
+        self._traces = traces
         self._limits = limits
         self._version = version
 
@@ -85,6 +96,7 @@ class Routes:
             "/readyz/{service}": self._part_ready,
             "/version": self._show_version,
             "/metrics": self._show_metrics,
+            "/debug/traces/{id}": self._show_trace,
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._model,
             "/v1/prefixes": self._list_prefixes,
@@ -120,9 +132,22 @@ class Routes:
     async def _show_version(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         await send_json(send, {"version": self._version})
 
-    async def _show_metrics(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        text = self._core.measures.exposition()
-        await send_bytes(send, 200, text, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+    async def _show_metrics(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        text, kind = self._core.measures.negotiated(header(scope, "accept"))
+        await send_bytes(send, 200, text, {"content-type": kind})
+
+    async def _show_trace(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        tenant, wanted = RequestContext.of(scope).tenant, scope["path_params"]["id"]
+        found = None
+        if self._traces is not None and len(wanted) <= TRACE_ID_CHARS_MAX:
+            found = await self._traces.find_for(tenant.name, wanted)
+        if found is None:
+            raise ServiceError(
+                Reason.NOT_FOUND,
+                "no trace of yours is kept under this id; only the last ones are",
+                field="id",
+            )
+        await send_json(send, found)
 
     async def _models(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         await send_json(send, {"object": "list", "data": [self._model_body()]})
@@ -148,9 +173,10 @@ class Routes:
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         line = self._line(scope, "chat")
         with accounted(self._core, line):
-            asked = read_chat_request(
-                await self._body(scope, receive), answers_max=self._limits.answers_max
-            )
+            with span(RECEIVE):
+                asked = read_chat_request(
+                    await self._body(scope, receive), answers_max=self._limits.answers_max
+                )
             self._check_strict(scope, asked.ignored)
             ask = self._ask(scope, asked.common, [(asked.prompt, "messages")])
             members = await self._core.prepare(ask)
@@ -168,9 +194,10 @@ class Routes:
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         line = self._line(scope, "completions")
         with accounted(self._core, line):
-            asked = read_completion_request(
-                await self._body(scope, receive), answers_max=self._limits.answers_max
-            )
+            with span(RECEIVE):
+                asked = read_completion_request(
+                    await self._body(scope, receive), answers_max=self._limits.answers_max
+                )
             self._check_strict(scope, asked.ignored)
             prompts = list(zip(asked.prompts, asked.prompt_paths, strict=True))
             members = await self._core.prepare(self._ask(scope, asked.common, prompts))
@@ -211,6 +238,7 @@ class Routes:
             model=common.model,
             max_tokens_field=common.max_tokens_field,
             request_id=context.request_id,
+            received_s=self._core.clock.monotonic_s() - (time.monotonic() - context.received_s),
         )
 
     def _frame(

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from baton.errors import Reason, ServiceError
+from baton.tracing import span
 from services.gateway.answers import Events, Indexed, Member
 from services.gateway.core import GatewayCore
-from services.gateway.events import Completed, FirstToken
+from services.gateway.events import Completed, Event, FirstToken, TokenDelta
 from services.gateway.measures import RequestLine
 from services.gateway.rest.answer import (
     AnswerFrame,
@@ -33,7 +34,9 @@ from services.gateway.rest.exchange import (
     while_connected,
 )
 from services.gateway.rest.sampling_fields import StreamOptions
-from services.gateway.rest.sse import DONE, event
+from services.gateway.rest.sse import DONE
+from services.gateway.rest.sse import event as sse_event
+from services.gateway.timing import FirstSends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class _Exchange:
         self._served = served
         self._send = send
         self._usage = UsageTally(served.frame)
+        self._sends = FirstSends(core.clock)
 
     async def run(self) -> None:
         async with self._core.run(self._served.members) as events:
@@ -101,21 +105,26 @@ class _Exchange:
                 return early, item.event
         raise AssertionError("an answer has a first token or raises")
 
-    def _note(self, item: Indexed) -> None:
-        self._usage.note(item.index, item.event)
-        if isinstance(item.event, Completed):
-            self._served.line.answers.append(item.event)
+    def _noted(self, item: Indexed) -> Event:
+        """The event, accounted for; an answer's end with the times that this exchange saw."""
+        event = item.event
+        if isinstance(event, Completed):
+            event = self._sends.corrected(item.index, event)
+            self._served.line.answers.append(event)
+        self._usage.note(item.index, event)
+        return event
 
     async def _whole(self, early: list[Indexed], events: Events, headers: dict[str, str]) -> None:
         choices = [Choice() for _ in self._served.members]
         for item in early:
-            self._note(item)
-            choices[item.index].note(item.event)
+            choices[item.index].note(self._noted(item))
         async for item in events:
-            self._note(item)
-            choices[item.index].note(item.event)
-        body = self._served.shape.whole(choices, self._usage.body())
-        await send_json(self._send, body, headers=headers)
+            if isinstance(item.event, TokenDelta):
+                self._sends.sent(item.index)
+            choices[item.index].note(self._noted(item))
+        with span("respond"):
+            body = self._served.shape.whole(choices, self._usage.body())
+            await send_json(self._send, body, headers=headers)
 
     async def _stream(self, early: list[Indexed], events: Events) -> AsyncGenerator[bytes, None]:
         try:
@@ -125,19 +134,22 @@ class _Exchange:
             async for item in events:
                 for data in self._chunks(item):
                     yield data
+                # Asked for more: what was yielded is written.
+                if isinstance(item.event, TokenDelta):
+                    self._sends.sent(item.index)
         except ServiceError as error:
             self._served.line.error = error.reason
-            yield event(body_of(error))
+            yield sse_event(body_of(error))
         else:
             if self._served.stream.has_usage:
-                yield event(self._served.shape.usage_chunk(self._usage.body()))
+                yield sse_event(self._served.shape.usage_chunk(self._usage.body()))
         yield DONE
 
     def _chunks(self, item: Indexed) -> list[bytes]:
-        self._note(item)
+        noted = self._noted(item)
         stream = self._served.stream
-        made = self._served.shape.chunks(item.index, item.event)
+        made = self._served.shape.chunks(item.index, noted)
         if stream.has_usage:
             usage = self._usage.body() if stream.has_continuous_usage else None
             made = [{**chunk, "usage": usage} for chunk in made]
-        return [event(chunk) for chunk in made]
+        return [sse_event(chunk) for chunk in made]
