@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from baton.faults import faults
+from baton.faults.admin import fault_routes
 from baton.metrics import Metrics
 from baton.tracing import process_tracing
 from baton.tracing_tree import process_spans
@@ -35,7 +37,8 @@ def metrics_application(
     metrics: Metrics, is_ready: Callable[[], bool], find_trace: FindTrace = own_spans
 ) -> Starlette:
     """An ASGI application: `/metrics` in Prometheus' text format, or in OpenMetrics' if asked for;
-    `/healthz` alive; `/readyz` could serve (503 while it could not); `/debug/traces/{id}`.
+    `/healthz` alive; `/readyz` could serve (503 while it could not); `/debug/traces/{id}`;
+    `/debug/faults` where fault points are on.
     """
 
     async def show(request: Request) -> Response:
@@ -63,5 +66,6 @@ def metrics_application(
             Route("/healthz", alive),
             Route("/readyz", ready),
             Route("/debug/traces/{wanted}", trace),
+            *fault_routes(faults),
         ]
     )
