@@ -268,12 +268,18 @@ class Replay:
 
     @contextlib.contextmanager
     def held(
-        self, path: str, body: Mapping[str, Any], *, key: str = KEY_A, timeout_s: float = 60.0
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        key: str = KEY_A,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
     ) -> Iterator[socket.socket]:
         """A connection with the request sent and nothing read; closed at the end."""
         raw = json.dumps(body).encode()
         head = [f"POST {path} HTTP/1.1", "Host: case", f"Content-Length: {len(raw)}"]
-        head += [f"{name}: {value}" for name, value in _headers(key, None).items()]
+        head += [f"{name}: {value}" for name, value in _headers(key, headers).items()]
         with socket.create_connection(self._address, timeout_s) as connection:
             connection.sendall("\r\n".join([*head, "", ""]).encode() + raw)
             yield connection
