@@ -7,6 +7,7 @@ Owns what the user sees while it starts, runs and stops. Never starts a process 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -79,12 +80,13 @@ class ClusterView:
             self._live = None
 
     def show(self, child: Child) -> None:
-        """A child changed."""
+        """A child changed. A terminal that went away stops no cluster."""
         self._children[child.spec.name] = child
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-        elif child.state is not ChildState.STARTING:
-            output().print(_line(child), markup=False)
+        with contextlib.suppress(OSError):
+            if self._live is not None:
+                self._live.update(self._table(), refresh=True)
+            elif child.state is not ChildState.STARTING:
+                output().print(_line(child), markup=False)
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -138,7 +140,7 @@ async def run_cluster(cluster: Supervisor, view: ClusterView, http_url: str) -> 
     started_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
         stopped = group.create_task(stop.wait())
-        served = group.create_task(_serve(cluster, view, http_url, started_s))
+        served = group.create_task(_serve(cluster, view, stop, http_url, started_s))
         await asyncio.wait((stopped, served), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not served.done():
@@ -148,12 +150,19 @@ async def run_cluster(cluster: Supervisor, view: ClusterView, http_url: str) -> 
             served.cancel()
 
 
-async def _serve(cluster: Supervisor, view: ClusterView, http_url: str, started_s: float) -> None:
-    async with cluster:
-        view.settle()
-        output().print(f"ready in {time.monotonic() - started_s:.1f} s: {http_url}/v1")
-        output().print(_invitation(http_url), markup=False)
-        await cluster.wait()
+async def _serve(
+    cluster: Supervisor, view: ClusterView, stop: asyncio.Event, http_url: str, started_s: float
+) -> None:
+    try:
+        async with cluster:
+            view.settle()
+            output().print(f"ready in {time.monotonic() - started_s:.1f} s: {http_url}/v1")
+            output().print(_invitation(http_url), markup=False)
+            await cluster.wait()
+    except ClusterFailed:
+        # Children that end because the user said so are no failure.
+        if not stop.is_set():
+            raise
 
 
 def _invitation(http_url: str) -> str:

@@ -174,16 +174,20 @@ class Supervisor:
         if child.process.returncode is not None:
             self._change(child, ChildState.FAILED)
             raise ClusterFailed(_cause(child, child.process.returncode))
+        if self._stopping.is_set():
+            raise ClusterFailed(f"{child.spec.name} was stopped before it was ready")
         child.ready_after_s = time.monotonic() - child.started_s
         self._change(child, ChildState.READY)
 
     async def _probe_until_ready(self, child: Child) -> None:
         async with grpc.aio.insecure_channel(child.spec.grpc_address) as channel:
-            while not await is_serving(channel, PROBE_TIMEOUT_S):
+            while not self._stopping.is_set() and not await is_serving(channel, PROBE_TIMEOUT_S):
                 await self._pause(PROBE_INTERVAL_S)
         if child.spec.ready_url is not None:
             async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
-                while not await _answers_ok(client, child.spec.ready_url):
+                while not self._stopping.is_set() and not await _answers_ok(
+                    client, child.spec.ready_url
+                ):
                     await self._pause(PROBE_INTERVAL_S)
 
     async def _keep(self, child: Child) -> None:
@@ -220,10 +224,10 @@ class Supervisor:
 
     async def _pause(self, seconds: float) -> None:
         """Wait between two probes, or until the end."""
-        try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
-        except TimeoutError:
-            return
+        # Not wait_for: it swallows a cancel that arrives when the event is set already.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     async def _stop_child(self, child: Child) -> None:
         process = child.process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ asyncio.run(main())
 """
 
 
+WAITING = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+signal.sigtimedwait({signal.SIGTERM}, 60)
+"""
+
+
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Child modules that a test can start by name."""
@@ -49,6 +57,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "failing_child.py").write_text(FAILING)
     (folder / "serving_child.py").write_text(SERVING)
+    (folder / "waiting_child.py").write_text(WAITING)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     return folder
 
@@ -102,6 +111,35 @@ async def test_a_child_that_dies_is_started_again(modules: Path, tmp_path: Path)
         await watching
     assert ChildState.RESTARTING in seen
     assert seen[-1] is ChildState.STOPPED
+
+
+async def test_a_stop_during_the_start_ends_it(modules: Path, tmp_path: Path) -> None:
+    """A child that never serves is waited for no longer once somebody stops the cluster."""
+    is_started = asyncio.Event()
+    cluster = Supervisor(
+        [spec("decode-0", "waiting_child")],
+        tmp_path / "run",
+        on_change=lambda child: is_started.set(),
+        ready_timeout_s=60,
+    )
+
+    async def start() -> None:
+        async with cluster:
+            pytest.fail("it must not become ready")
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        starting = group.create_task(_failure_of(start()))
+        await is_started.wait()
+        await cluster.stop()
+        assert isinstance(await starting, ClusterFailed)
+
+
+async def _failure_of(work: Coroutine[None, None, None]) -> Exception | None:
+    try:
+        await work
+    except ClusterFailed as failure:
+        return failure
+    return None
 
 
 async def test_nothing_is_left_after_the_end(modules: Path, tmp_path: Path) -> None:
