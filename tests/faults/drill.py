@@ -21,6 +21,8 @@ from typing import Any, Final
 import httpx
 
 from baton.api.kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.capability import CapabilitySigner, Claims, Right
+from baton.clock import SystemClock
 from baton.errors import ServiceError
 from baton.faults.admin import PATH as FAULTS_PATH
 from baton.faults.switchboard import ENABLED_VARIABLE
@@ -33,6 +35,7 @@ POLL_S: Final = 0.05
 WHOLE_TIMEOUT_S: Final = 60.0
 ARENA_BYTES: Final = 32 << 20
 CHUNK_TOKENS: Final = 16
+_CLOCK: Final = SystemClock()
 _SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})?\s+(\S+)$", re.MULTILINE)
 
 
@@ -73,6 +76,7 @@ class Outcome:
     has_done: bool = False
     is_broken: bool = False
     resumed: int = 0
+    log_id: str | None = None
     first_s: float = 0.0
     last_s: float = 0.0
     ended_s: float = 0.0
@@ -89,6 +93,7 @@ class Drill:
     def __init__(self, cluster: RunningCluster, client: httpx.AsyncClient) -> None:
         self.cluster = cluster
         self.client = client
+        self.last_headers: dict[str, str] = {}
         self._frozen: list[int] = []
 
     # --- processes ----------------------------------------------------------------------------
@@ -132,6 +137,18 @@ class Drill:
         found = re.search(r"^RssAnon:\s+(\d+) kB", text, re.MULTILINE)
         assert found is not None
         return int(found[1])
+
+    async def running_decode(self) -> str:
+        """The decode worker that has a sequence."""
+        for name in self.decodes():
+            if await self.metric(name, "baton_decode_active_sequences"):
+                return name
+        raise AssertionError("no decode worker runs a sequence")
+
+    async def pace(self, seconds: float) -> None:
+        """Make every decode step take so long, so that a stream can be met in its middle."""
+        for name in self.decodes():
+            await self.arm(name, f"decode.step:pause:{seconds}")
 
     # --- fault points -------------------------------------------------------------------------
 
@@ -252,6 +269,50 @@ class Drill:
                 count += (await self.client.get(url)).status_code == 200
         return count
 
+    async def log_image(self, log_id: str) -> tuple[list[bytes], list[bytes]]:
+        """A log as it is: its replay, and the bytes of every page that it refers to."""
+        channel = open_channel(f"127.0.0.1:{self.flag('kvstore-0', '--port')}")
+        try:
+            stub = kvstore_pb2_grpc.KVStoreServiceStub(channel)
+            request = kvstore_pb2.ReplayLogRequest(
+                log_id=bytes.fromhex(log_id), capability=self._capability(bytes.fromhex(log_id))
+            )
+            pieces = [piece async for piece in stub.ReplayLog(request, timeout=5.0)]
+        finally:
+            await channel.close()
+        told = [
+            piece.SerializeToString(deterministic=True)
+            for piece in pieces
+            if piece.WhichOneof("content") != "end"
+        ]
+        rows = [entry.page for piece in pieces for entry in piece.pages.pages]
+        return told, await self._page_bytes(rows)
+
+    async def _page_bytes(self, pages: Sequence[int]) -> list[bytes]:
+        shape = (await self.arena()).arena
+        node, folder = self.flag("kvstore-0", "--node-id"), self.flag("kvstore-0", "--arena-dir")
+        with (Path(folder) / f"arena-{node}.kv").open("rb") as file:
+            found = []
+            for page in pages:
+                file.seek(shape.data_offset + page * shape.slot_bytes)
+                found.append(file.read(shape.page_bytes))
+        return found
+
+    def _capability(self, log_id: bytes) -> str:
+        """What the gateway would mint for a look at one log."""
+        key = bytes.fromhex((self.cluster.run_dir / "cluster.key").read_text().strip())
+        signer = CapabilitySigner(key, _CLOCK)
+        return signer.sign(
+            Claims(
+                tenant="dev",
+                scope="",
+                rights=frozenset({Right.READ}),
+                expiry_wall_s=signer.expiry_after(60.0),
+                request_id="drill",
+                log_id=log_id,
+            )
+        )
+
     # --- requests -----------------------------------------------------------------------------
 
     async def ask(
@@ -283,6 +344,7 @@ class Drill:
                     "POST", "/v1/completions", json=body, headers=headers
                 ) as response:
                     outcome.status, outcome.headers = response.status_code, dict(response.headers)
+                    self.last_headers = outcome.headers
                     if is_streamed and response.status_code == 200:
                         await self._read(response, outcome, began_s, on_token)
                     else:
@@ -312,6 +374,7 @@ class Drill:
                 continue
             if "baton" in event:
                 outcome.resumed = event["baton"]["resumed"]
+                outcome.log_id = event["baton"]["log_id"]
             for choice in event["choices"]:
                 outcome.token_ids += choice.get("token_ids") or []
                 outcome.finish = choice.get("finish_reason") or outcome.finish
@@ -329,6 +392,7 @@ def _note_whole(body: dict[str, Any], outcome: Outcome) -> None:
     outcome.token_ids = body["choices"][0]["token_ids"]
     outcome.finish = body["choices"][0]["finish_reason"]
     outcome.resumed = body["baton"]["resumed"]
+    outcome.log_id = body["baton"]["log_id"]
     outcome.has_done = True
 
 
@@ -336,10 +400,11 @@ async def until(
     is_met: Callable[[], Awaitable[bool]], timeout_s: float, what: str | Callable[[], str]
 ) -> None:
     """Looks again and again; AssertionError says what did not come true in time."""
+    never = asyncio.Event()
     try:
         async with asyncio.timeout(timeout_s):
             while not await is_met():
-                await asyncio.sleep(POLL_S)
+                await _CLOCK.wait(never, POLL_S)
     except TimeoutError:
         text = what if isinstance(what, str) else what()
         raise AssertionError(f"not within {timeout_s:g} s: {text}") from None

@@ -8,6 +8,7 @@ served.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,7 @@ from tests.faults.drill import Drill, Outcome, prompt_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
+_log = logging.getLogger("drill")
 TOKENS: Final = 24
 KILL_AT_TOKEN: Final = 6
 ERROR_WITHIN_S: Final = 5.0
@@ -69,9 +71,14 @@ async def test_stream_outlives_a_killed_service_or_says_why(
     assert expected.is_whole, expected
     killed_s, outcome = await _killed_at(drill, victim, moment, prompt)
     after_kill_s = outcome.ended_s - killed_s
-    print(
-        f"{victim} at {moment.name}: {outcome.finish or outcome.error or 'broken'} "
-        f"{len(outcome.token_ids)} tokens, resumed {outcome.resumed}, {after_kill_s:.2f} s after"
+    _log.info(
+        "%s at %s: %s, %d tokens, resumed %d, %.2f s after the kill",
+        victim,
+        moment.name,
+        outcome.finish or outcome.error or "broken",
+        len(outcome.token_ids),
+        outcome.resumed,
+        after_kill_s,
     )
     assert outcome.token_ids == expected.token_ids[: len(outcome.token_ids)]
     if victim == "gateway-0":
