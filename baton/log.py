@@ -122,31 +122,40 @@ _STRUCTURAL: Final = frozenset({"exc_info", "_record", "_from_structlog", "stack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalLine:
-    """What one finished request leaves in the log. Counts and times only; None where unknown."""
+    """What one finished request leaves in the log. Ids, counts and times only; None where unknown.
+
+    `prefill` and `decode` are the workers; `transfer_bytes` were handed over by `transport`, by
+    reference where that is shm.
+    """
 
     request_id: str
     tenant: str
     model: str
     route: str
     outcome: str
+    client_request_id: str | None = None
+    error_code: str | None = None
     log_id: str | None = None
-    response_id: str | None = None
-    prefill_worker: str | None = None
-    decode_worker: str | None = None
-    routing_decision: str | None = None
-    fallback: str | None = None
+    answers: int | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    serving_mode: str | None = None
+    routing: str | None = None
+    is_fallback: bool | None = None
     kv_source: str | None = None
     exactness: str | None = None
     finish_reason: str | None = None
-    error_reason: str | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    time_to_first_token_s: float | None = None
-    time_per_output_token_s: float | None = None
-    end_to_end_s: float | None = None
+    prefix_id: str | None = None
+    resumed: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
     transfer_ms: float | None = None
     transfer_bytes: int | None = None
+    transport: str | None = None
 
 
 def log_canonical_line(line: CanonicalLine) -> None:

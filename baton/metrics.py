@@ -8,14 +8,17 @@ them. Never takes a label value from a tenant without a bound: what is over it i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+
+from baton.tracing import current_trace, process_tracing
 
 OTHER: Final = "other"
 
@@ -129,9 +132,36 @@ class Histogram:
         self._family, self._labels = family, labels
 
     def observe(self, value: float, **labels: str) -> None:
-        """Records one observation."""
-        values = self._labels.bounded(labels)
-        (self._family.labels(*values) if values else self._family).observe(value)
+        """Records one observation; OpenMetrics shows the newest trace of each bucket."""
+        values, trace = self._labels.bounded(labels), current_trace()
+        exemplar = {"trace_id": trace.trace_id} if trace is not None and trace.is_sampled else None
+        (self._family.labels(*values) if values else self._family).observe(value, exemplar)
+
+
+class FollowingCounter(Collector):
+    """A counter that somebody else keeps: read when the metrics are shown."""
+
+    def __init__(
+        self,
+        name: str,
+        help_text: str,
+        label: str | None,
+        reads: Mapping[str, Callable[[], float]],
+    ) -> None:
+        self._name, self._help_text, self._label = name, help_text, label
+        self._reads = dict(reads)
+
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        """The name, so that it is not taken twice."""
+        yield CounterMetricFamily(self._name, self._help_text)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """What it stands at now."""
+        names = () if self._label is None else (self._label,)
+        family = CounterMetricFamily(self._name, self._help_text, labels=names)
+        for value, read in self._reads.items():
+            family.add_metric([value] if names else [], read())
+        yield family
 
 
 class Metrics:
@@ -142,6 +172,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.gauge("baton_info", "1, with the service's name.", labels=(Label("service"),)).set(
             1.0, service=service
+        )
+        self.gauge("baton_spans_kept", "Spans kept for /debug/traces.").follow(
+            lambda: float(process_tracing().kept)
         )
         prometheus_client.ProcessCollector(registry=self.registry)
 
@@ -186,7 +219,8 @@ class Metrics:
     def negotiated(self, accept: str | None) -> tuple[bytes, str]:
         """The text and its content type; OpenMetrics, which has exemplars, for who accepts it."""
         if accept is not None and "application/openmetrics-text" in accept:
-            return openmetrics.generate_latest(self.registry), openmetrics.CONTENT_TYPE_LATEST
+            generate: Callable[[CollectorRegistry], bytes] = openmetrics.generate_latest
+            return generate(self.registry), openmetrics.CONTENT_TYPE_LATEST
         return self.exposition(), prometheus_client.CONTENT_TYPE_PLAIN_0_0_4
 
 

@@ -197,6 +197,11 @@ class Tracing:
         """Kept spans in the order they ended; of one trace if `trace_id` is given."""
         return self._store.all() if trace_id is None else self._store.of(trace_id)
 
+    @property
+    def kept(self) -> int:
+        """How many spans are kept now."""
+        return self._store.kept
+
     def trace_of(self, request_id: str) -> str | None:
         """The id of the newest trace that has a span of this request."""
         return self._store.trace_of(request_id)

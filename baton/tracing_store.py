@@ -102,6 +102,11 @@ class TraceStore:
             self._kept.add(one)
         return kept
 
+    @property
+    def kept(self) -> int:
+        """How many spans are kept."""
+        return self._kept.spans
+
     def all(self) -> tuple[SpanRecord, ...]:
         """Every kept span, trace by trace."""
         return tuple(item.record for found in self._kept.by_id.values() for item in found)

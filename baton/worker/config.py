@@ -55,6 +55,9 @@ class WorkerConfig:
     )
     run_dir: Path | None = setting("directory for this process's files", default=None)
     log_level: str = setting("debug, info, warning or error", default="info")
+    vllm_metric_names: bool = setting(
+        "Show the metrics under vLLM's names too, for routers that know those.", default=True
+    )
     tracing: bool = setting("Measure spans and keep the last ones for /debug/traces.", default=True)
     insecure_bind: bool = setting(
         "allow plain text beyond loopback, where the network is trusted", default=False

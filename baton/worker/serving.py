@@ -21,6 +21,8 @@ from baton.http_server import HttpServer
 from baton.lifecycle import Service
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
+from baton.metrics_table import gauge
+from baton.metrics_vllm import show_vllm_names
 from baton.process_files import write_port_file
 from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
@@ -133,6 +135,25 @@ class PageCounts:
         self.pages_free = 0
         self.pages_total = parts.arena.shape.page_count
 
+    @property
+    def used(self) -> float:
+        """The used part, 0 to 1."""
+        return 1.0 - self.pages_free / max(self.pages_total, 1)
+
+
+def _show_arena(shell: WorkerShell, counts: PageCounts) -> None:
+    """What both roles export of the node's arena, and vLLM's names for it all if wanted."""
+    metrics, parts = shell.metrics, shell.parts
+    gauge(metrics, "baton_worker_held_logs").follow(lambda: float(len(parts.held)))
+    gauge(metrics, "baton_worker_kv_cache_usage").follow(lambda: counts.used)
+    gauge(metrics, "baton_worker_arena_info").set(
+        1.0, block_tokens=str(parts.geometry.block_tokens), pages=str(counts.pages_total)
+    )
+    if shell.role is Role.PREFILL:
+        gauge(metrics, "baton_prefill_free_pages").follow(lambda: float(counts.pages_free))
+    if shell.config.vllm_metric_names:
+        show_vllm_names(metrics, parts.model)
+
 
 async def serve_worker(
     shell: WorkerShell, load: Callable[[], Load], is_draining: Callable[[], bool]
@@ -149,6 +170,7 @@ async def serve_worker(
     service.on_ready_changed(show_ready)
     metrics_address = await _start_metrics(shell)
     counts = PageCounts(parts)
+    _show_arena(shell, counts)
     attachment = Attachment(parts, config.kvstore, service.clock)
     leases = _leases(shell, counts, attachment)
     await service.start("leases", Background(service, "leases", leases))

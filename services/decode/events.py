@@ -77,6 +77,7 @@ class StartOrder:
     """A gateway hands over a log. Tokens from output index `next_index` on are wanted.
 
     `deadline_s` counts from now; None: no deadline. `label` None: the gateway did not say.
+    `received_s`: when the command came, by the worker's clock.
     """
 
     request_id: str
@@ -87,3 +88,4 @@ class StartOrder:
     label: PairLabel | None = None
     deadline_s: float | None = None
     traceparent: str | None = None
+    received_s: float | None = None

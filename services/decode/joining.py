@@ -84,7 +84,11 @@ class Joiner:
             require_match(self._parts.label, order.label)
         if order.is_local_prefill:
             return await self._prefilled(order, lost)
-        return await self._taken(order, lost)
+        try:
+            return await self._taken(order, lost)
+        except ServiceError as error:
+            self._measures.transfer_failed(SHARED_MEMORY, error.reason)
+            raise
 
     async def _taken(self, order: StartOrder, lost: OnLost) -> Joined:
         began_s = self._clock.monotonic_s()
@@ -157,7 +161,6 @@ class Joiner:
             total_s=seconds,
         )
         sequence = self._sequence(order, view, run.table, (state, (first,)))
-        self._measures.transfer_seconds.observe(max(0.0, seconds - run.times.compute_s))
         if sequence is None:
             self._parts.held.discard(log)
         return Joined(
@@ -196,7 +199,9 @@ class Joiner:
         self._check_index(order, len(replay[1]))
         seconds = self._clock.monotonic_s() - began[0]
         stages = {**began[1], KV_UNPACK: seconds - sum(began[1].values())}
-        self._measures.transfer_seconds.observe(seconds)
+        size_bytes = view.head.committed_position * self._parts.geometry.token_bytes
+        queue_s = 0.0 if order.received_s is None else max(0.0, began[0] - order.received_s)
+        self._measures.transferred(SHARED_MEMORY, queue_s, seconds, size_bytes)
         sequence = self._sequence(order, view, table, replay)
         if sequence is None:
             self._parts.held.discard(
@@ -207,7 +212,7 @@ class Joiner:
                 self._started(view, view.head.position, seconds, None),
                 stage_seconds=stages,
                 total_s=seconds,
-                transfer_bytes=view.head.committed_position * self._parts.geometry.token_bytes,
+                transfer_bytes=size_bytes,
                 transport=SHARED_MEMORY,
             ),
             replayed=_produced(view, replay[1], order.next_index),

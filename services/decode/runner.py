@@ -105,6 +105,7 @@ class Runner:
         self._is_draining = False
         self._acked_s: float | None = None
         self._measures.active.follow(lambda: float(self._slots.active))
+        self._measures.reserved.follow(lambda: float(self._slots.reserved))
         self._measures.used_pages.follow(lambda: float(self._used_pages()))
 
     @property
@@ -165,6 +166,7 @@ class Runner:
         now_s = self._clock.monotonic_s()
         deadline_s = None if order.deadline_s is None else now_s + order.deadline_s
         track = Track(order.request_id, order.traceparent, now_s)
+        order = replace(order, received_s=now_s)
         member = _Member(order=order, outbox=outbox, deadline_s=deadline_s, track=track)
         self._members[order.request_id] = member
         self._empty.clear()
@@ -425,9 +427,9 @@ class Runner:
             self._parts.held.discard(member.sequence.log)
         if error is not None:
             self._post(member, Failed(error=error))
-        self._measures.ended.add(outcome="finished" if error is None else error.reason.value)
-        reason = None if error is None else error.reason.value
-        member.track.ended(self._clock.monotonic_s(), reason)
+        reason = None if error is None else error.reason
+        self._measures.ended(reason)
+        member.track.ended(self._clock.monotonic_s(), None if reason is None else reason.value)
         if not self._members:
             self._acked_s = None
             self._empty.set()

@@ -21,6 +21,7 @@ from baton.lifecycle import Service, every, run_service
 from baton.log import configure_logging
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
+from baton.metrics_vllm import show_vllm_names
 from baton.models import resolve
 from baton.process_files import write_port_file
 from baton.rpc.interceptor import CallLimits
@@ -155,6 +156,10 @@ async def _core(
     )
     measures = GatewayMeasures(metrics)
     measures.follow_running(lambda: limits.running, lambda: cleanup.pending)
+    measures.follow_handoffs(parts.handoffs)
+    measures.follow_workers(hub)
+    if config.vllm_metric_names:
+        show_vllm_names(metrics, model.name)
     return GatewayCore(model, parts, hub, limits, measures), streams
 
 

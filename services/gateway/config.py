@@ -33,6 +33,9 @@ class GatewayConfig:
         maximum=65535,
     )
     log_level: str = setting("debug, info, warning or error.", default="info")
+    vllm_metric_names: bool = setting(
+        "Show the metrics under vLLM's names too, for routers that know those.", default=True
+    )
     tracing: bool = setting("Measure spans and keep the last ones for /debug/traces.", default=True)
     run_dir: Path | None = setting("Directory for run-time files.", default=None)
     cluster_key_file: Path | None = setting(

@@ -118,6 +118,12 @@ class Completed:
     transfer_bytes: int = 0
     transport: str | None = None
 
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """Mean seconds between tokens; None for an answer of one."""
+        gaps = self.usage.completion_tokens - 1
+        return (self.elapsed_s - self.time_to_first_token_s) / gaps if gaps > 0 else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:

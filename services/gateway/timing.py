@@ -96,10 +96,12 @@ class FirstSends:
         self._clock = clock
         self._sent_s: dict[int, float] = {}
 
-    def sent(self, index: int) -> None:
-        """A token of the sequence is on its way; only the first one counts."""
-        if index not in self._sent_s:
-            self._sent_s[index] = self._clock.monotonic_s()
+    def sent(self, index: int) -> float:
+        """A token of the sequence is on its way; returns when the first one was."""
+        known = self._sent_s.get(index)
+        if known is None:
+            known = self._sent_s[index] = self._clock.monotonic_s()
+        return known
 
     def corrected(self, index: int, completed: Completed) -> Completed:
         """The answer's end with the time at which its first token really left."""

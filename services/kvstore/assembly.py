@@ -129,7 +129,6 @@ async def assemble(
     await service.start("log", _Loop(service, "log", writer.run, writer.end, writer.close))
     await service.start("pages", _Loop(service, "pages", pages.run, pages.end, _nothing))
     adopt(runtime, recovered)
-    measures.follow(runtime)
     desk = AttachDesk(
         arena, plan.arena_dir / f"{plan.identity.node_id}.sock", clock.monotonic_s, _attach(runtime)
     )
@@ -144,6 +143,7 @@ async def assemble(
         prefixes=PrefixCalls(runtime, access, plan.identity),
         workers=WorkerCalls(runtime, access, plan.identity, desk),
     )
+    measures.follow(runtime, lambda: calls.blobs.transfers_open)
     servicer = KVStoreServicer(runtime, access, calls)
     return Assembled(runtime=runtime, servicer=servicer, measures=measures)
 

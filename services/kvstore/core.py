@@ -112,6 +112,8 @@ class Core:
     # Pages granted to a transfer that fills them; no log refers to them yet.
     importing: set[int] = field(default_factory=set)
     stale_refused: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
     evicted_logs: int = 0
 
     @property

@@ -64,10 +64,13 @@ class LogCalls:
         log = self._core.logs[log_id]
         log.base_numeric_class = self._identity.class_text(log.base_class_id)
         await self._runtime.ready(_pages(log), order.ack_level)
+        cached_tokens = min(answer.cached_tokens, log.cached_tokens)
+        self._core.lookup_tokens += len(order.tokens)
+        self._core.hit_tokens += cached_tokens
         # A damaged base was found while copying: what is said is what is left.
         return kvstore_pb2.OpenResponse(
             generation=answer.generation,
-            cached_tokens=min(answer.cached_tokens, log.cached_tokens),
+            cached_tokens=cached_tokens,
             granted_pages=[page.page for page in answer.granted],
             prefix_id=answer.prefix_id or "",
             lease=duration_to_proto(self._core.leases.lease_s),

@@ -6,36 +6,22 @@ Owns the families' names. Reads gauges from the store when the metrics are shown
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from baton.errors import Reason
-from baton.metrics import Label, Metrics
+from baton.metrics import Metrics
+from baton.metrics_table import PAGE_STATES, counter, counter_following, gauge, histogram
 from services.kvstore.runtime import Runtime
-
-FLUSH_BUCKETS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-STATES: Final = ("free", "granted", "live", "shared", "quarantined")
 
 
 class StoreMeasures:
     """The families of one kvstore."""
 
     def __init__(self, metrics: Metrics) -> None:
-        reasons = Label("reason", tuple(reason.value for reason in Reason))
-        self._appends = metrics.counter("baton_kvstore_appends", "Append entries received.")
-        self._groups = metrics.counter(
-            "baton_kvstore_append_messages", "Append messages, one group commit each."
-        )
-        self._refused = metrics.counter(
-            "baton_kvstore_appends_refused", "Append entries refused.", labels=(reasons,)
-        )
-        self._flush = metrics.histogram(
-            "baton_kvstore_log_flush_seconds", "One fdatasync of the log.", buckets=FLUSH_BUCKETS
-        )
-        self._blob_bytes = metrics.counter(
-            "baton_kvstore_blob_bytes",
-            "Blob payload bytes moved.",
-            labels=(Label("direction", ("in", "out")),),
-        )
+        self._appends = counter(metrics, "baton_kvstore_appends")
+        self._groups = counter(metrics, "baton_kvstore_append_messages")
+        self._refused = counter(metrics, "baton_kvstore_appends_refused")
+        self._flush = histogram(metrics, "baton_kvstore_log_flush_seconds")
+        self._blob_bytes = counter(metrics, "baton_kvstore_blob_bytes")
         self._metrics = metrics
 
     def appended(self, entries: int) -> None:
@@ -55,31 +41,38 @@ class StoreMeasures:
         """`in` or `out`."""
         self._blob_bytes.add(payload_bytes, direction=direction)
 
-    def follow(self, runtime: Runtime) -> None:
+    def follow(self, runtime: Runtime, transfers_open: Callable[[], int]) -> None:
         """Shows the store's own numbers."""
-        core = runtime.core
-        pages = self._metrics.gauge(
-            "baton_kvstore_pages", "Arena pages by state.", labels=(Label("state", STATES),)
-        )
-        for state in STATES:
+        core, writer = runtime.core, runtime.writer
+        pages = gauge(self._metrics, "baton_kvstore_pages")
+        for state in PAGE_STATES:
             pages.follow(
                 _reader(lambda name: getattr(core.pool.counts(), name), state), state=state
             )
-        gauges: tuple[tuple[str, str, Callable[[], int]], ...] = (
-            ("logs", "Logs, open and kept.", lambda: len(core.logs)),
-            ("leases", "Logs with a writer.", lambda: len(core.leases)),
-            ("prefixes", "Published prefixes.", lambda: len(core.prefixes)),
-            ("index_blocks", "Blocks in the prefix index.", lambda: len(core.index)),
-            ("workers", "Attached workers.", lambda: len(runtime.workers.attached())),
-            ("log_segments", "Segments on disk.", lambda: runtime.writer.segment_count),
-            ("log_records_total", "Log records.", lambda: runtime.writer.counters.records),
-            ("log_groups_total", "Group commits.", lambda: runtime.writer.counters.groups),
-            ("stale_writes_refused_total", "Stale writes refused.", lambda: core.stale_refused),
-            ("kv_evicted_logs_total", "Kept logs whose KV was evicted.", lambda: core.evicted_logs),
-            ("kv_damaged_total", "Blocks found damaged.", lambda: runtime.pages.damaged_pages),
-        )
-        for name, text, read in gauges:
-            self._metrics.gauge(f"baton_kvstore_{name}", text).follow(read)
+        gauges: dict[str, Callable[[], int]] = {
+            "arena_pages": lambda: core.pool.page_count,
+            "logs": lambda: len(core.logs),
+            "leases": lambda: len(core.leases),
+            "pins": lambda: sum(core.transfers.values()),
+            "transfers_open": transfers_open,
+            "prefixes": lambda: len(core.prefixes),
+            "index_blocks": lambda: len(core.index),
+            "workers": lambda: len(runtime.workers.attached()),
+            "log_segments": lambda: writer.segment_count,
+        }
+        for name, read in gauges.items():
+            gauge(self._metrics, f"baton_kvstore_{name}").follow(read)
+        counters: dict[str, Callable[[], int]] = {
+            "log_records": lambda: writer.counters.records,
+            "log_groups": lambda: writer.counters.groups,
+            "stale_writes_refused": lambda: core.stale_refused,
+            "kv_evicted_logs": lambda: core.evicted_logs,
+            "kv_damaged": lambda: runtime.pages.damaged_pages,
+            "lookup_tokens": lambda: core.lookup_tokens,
+            "hit_tokens": lambda: core.hit_tokens,
+        }
+        for name, read in counters.items():
+            counter_following(self._metrics, f"baton_kvstore_{name}", {"": read})
 
 
 def _reader(read: Callable[[str], int], name: str) -> Callable[[], int]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from baton.errors import Reason
-from baton.metrics import Label, Metrics
-
-OK = "ok"
+from baton.metrics import Metrics
+from baton.metrics_table import OK, counter
 
 
 class MergerMeasures:
     """Splices by outcome and bytes passed on."""
 
     def __init__(self, metrics: Metrics) -> None:
-        outcomes = (OK, *(reason.value for reason in Reason))
-        self._splices = metrics.counter(
-            "baton_splices", "Splices by outcome.", labels=(Label("outcome", outcomes),)
-        )
-        self._bytes = metrics.counter("baton_materialised_bytes", "KV bytes passed on.")
+        self._splices = counter(metrics, "baton_splices")
+        self._bytes = counter(metrics, "baton_materialised_bytes")
         self._count = 0
 
     @property

@@ -84,6 +84,10 @@ class Pipeline:
         self._is_draining = False
         self._token_rate = 0.0
         measures.pending_requests.follow(lambda: float(len(turns.scheduler)))
+        measures.waiting_requests.follow(lambda: float(turns.scheduler.queued))
+        measures.running_requests.follow(
+            lambda: float(len(turns.scheduler) - turns.scheduler.queued)
+        )
         measures.pending_tokens.follow(lambda: float(turns.scheduler.pending_tokens))
 
     @property

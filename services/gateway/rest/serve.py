@@ -105,6 +105,13 @@ class _Exchange:
                 return early, item.event
         raise AssertionError("an answer has a first token or raises")
 
+    def _sent(self, index: int) -> None:
+        """A token of the sequence left."""
+        sent_s = self._sends.sent(index)
+        line, request = self._served.line, self._served.members[index].request
+        if line.first_token_after_s is None:
+            line.first_token_after_s = sent_s - request.received_s
+
     def _noted(self, item: Indexed) -> Event:
         """The event, accounted for; an answer's end with the times that this exchange saw."""
         event = item.event
@@ -120,7 +127,7 @@ class _Exchange:
             choices[item.index].note(self._noted(item))
         async for item in events:
             if isinstance(item.event, TokenDelta):
-                self._sends.sent(item.index)
+                self._sent(item.index)
             choices[item.index].note(self._noted(item))
         with span("respond"):
             body = self._served.shape.whole(choices, self._usage.body())
@@ -136,7 +143,7 @@ class _Exchange:
                     yield data
                 # Asked for more: what was yielded is written.
                 if isinstance(item.event, TokenDelta):
-                    self._sends.sent(item.index)
+                    self._sent(item.index)
         except ServiceError as error:
             self._served.line.error = error.reason
             yield sse_event(body_of(error))

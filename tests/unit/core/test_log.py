@@ -135,7 +135,7 @@ def test_a_request_leaves_one_line_without_the_unknown(lines: io.StringIO) -> No
             outcome="ok",
             prompt_tokens=10,
             output_tokens=3,
-            time_to_first_token_s=0.2,
+            ttft_ms=200.0,
         )
     )
     (line,) = _parsed(lines)
