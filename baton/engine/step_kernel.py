@@ -130,6 +130,11 @@ class StepKernel:
         return self._mode
 
     @property
+    def activation(self) -> Activation:
+        """What the inputs of integer matrices are rounded to."""
+        return self._options.activation
+
+    @property
     def threads(self) -> int:
         """Threads of a step, the calling one counted."""
         return self._options.threads

@@ -68,6 +68,7 @@ int bt_step(bt_kernel* kernel, uint32_t batch, const int32_t* tokens, const int3
             const int32_t* tables, const uint32_t* table_ends, float* logits,
             int32_t* best_tokens, uint32_t* slot_crcs, uint32_t* culprit);
 uint32_t bt_crc32c(uint32_t crc, const void* data, uint64_t bytes);
+uint64_t bt_read_all(const void* data, uint64_t bytes);
 void bt_take_profile(bt_kernel* kernel, uint64_t* nanoseconds);
 """
 

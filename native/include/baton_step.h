@@ -135,6 +135,10 @@ BT_EXPORT int bt_step(bt_kernel* kernel, uint32_t batch, const int32_t* tokens,
 /* CRC-32C of bytes, continuing `crc` (0 to begin). */
 BT_EXPORT uint32_t bt_crc32c(uint32_t crc, const void* data, uint64_t bytes);
 
+/* Read `bytes` of `data` once, as a plain stream; returns a sum, so that nothing is optimised away.
+ * For measuring what memory can do. */
+BT_EXPORT uint64_t bt_read_all(const void* data, uint64_t bytes);
+
 /* Nanoseconds thread 0 spent in each phase since the last call, for profiles; see step.cpp. */
 #define BT_PHASES 10
 BT_EXPORT void bt_take_profile(bt_kernel* kernel, uint64_t* nanoseconds);
