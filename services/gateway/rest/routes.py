@@ -39,7 +39,7 @@ from services.gateway.rest.exchange import (
 )
 from services.gateway.rest.json_body import invalid, parse_object
 from services.gateway.rest.reader import ObjectReader, checked_text, checked_whole
-from services.gateway.rest.sampling_fields import CommonFields
+from services.gateway.rest.sampling_fields import CommonFields, read_model
 from services.gateway.rest.serve import Served, accounted, serve
 from services.gateway.traces import TraceGatherer
 
@@ -282,7 +282,7 @@ class Routes:
 
     async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         reader = ObjectReader(await self._body(scope, receive))
-        self._core.model.require(reader.text("model", chars_max=512))
+        self._core.model.require(read_model(reader))
         has_texts = reader.flag("return_token_strs")
         if reader.has("messages"):
             turns, _ = read_messages(reader)
@@ -309,7 +309,7 @@ class Routes:
 
     async def _detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         reader = ObjectReader(await self._body(scope, receive))
-        self._core.model.require(reader.text("model", chars_max=512))
+        self._core.model.require(read_model(reader))
         tokens = reader.items("tokens", count_max=PROMPT_TOKENS_MAX)
         if tokens is None:
             raise invalid("tokens must be a list of token ids", "tokens")
@@ -322,7 +322,7 @@ class Routes:
 
     async def _publish(self, scope: Scope, receive: Receive, send: Send) -> None:
         reader = ObjectReader(await self._body(scope, receive))
-        self._core.model.require(reader.text("model", chars_max=512))
+        self._core.model.require(read_model(reader))
         order = _publish_order(reader)
         tenant = RequestContext.of(scope).tenant
         with self._core.limits.admitted(tenant.name, 1):

@@ -107,7 +107,7 @@ def read_common(reader: ObjectReader, logprobs: tuple[bool, int], answers_max: i
     if best_of not in (None, answers):
         raise invalid("best_of other than n is not supported; leave it out", "best_of")
     return CommonFields(
-        model=reader.text("model", chars_max=ID_TEXT_CHARS_MAX),
+        model=read_model(reader),
         sampling=sampling,
         max_tokens_field=max_tokens_field,
         answers=answers,
@@ -116,6 +116,14 @@ def read_common(reader: ObjectReader, logprobs: tuple[bool, int], answers_max: i
         is_dropped_at_end=not reader.flag("store", default=True),
         has_token_ids=reader.flag("return_token_ids"),
     )
+
+
+def read_model(reader: ObjectReader) -> str | None:
+    """The model asked for; None when left out. An empty name is a mistake, not a wish."""
+    name = reader.text("model", chars_max=ID_TEXT_CHARS_MAX)
+    if name == "":
+        raise invalid("model must not be empty; leave it out for the one served here", "model")
+    return name
 
 
 def refuse_unsupported(reader: ObjectReader) -> None:

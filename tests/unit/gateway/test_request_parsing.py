@@ -276,3 +276,10 @@ def test_derived_seeds_differ_and_the_first_is_the_given_one() -> None:
     assert len(set(seeds)) == 8
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     assert seeds == [derived_seed(7, index) for index in range(8)]
+
+
+def test_an_empty_model_name_is_a_mistake() -> None:
+    """Left out it means the one model; empty it is a template that was not filled in."""
+    assert chat().common.model is None
+    assert fault(lambda: chat(model="")) == "model"
+    assert fault(lambda: completion(model="")) == "model"
