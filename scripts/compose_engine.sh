@@ -203,15 +203,17 @@ SERVER=
 # The port is always the same one, or every build would be a new one to the engine's cache.
 serve_folder() {
   local port=18765
-  python3 -m http.server --bind 127.0.0.1 --directory "$1" "$port" >"$STATE/wheels.log" 2>&1 &
+  python3 -u -m http.server --bind 127.0.0.1 --directory "$1" "$port" >"$STATE/wheels.log" 2>&1 &
   SERVER=$!
   local begin_s=$SECONDS
-  until (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do
-    kill -0 "$SERVER" 2>/dev/null || { cat "$STATE/wheels.log" >&2; return 1; }
-    [ "$(seconds_since "$begin_s")" -lt 20 ] || return 1
+  until grep -q '^Serving HTTP' "$STATE/wheels.log"; do
+    if ! kill -0 "$SERVER" 2>/dev/null || [ "$(seconds_since "$begin_s")" -ge 20 ]; then
+      tail -1 "$STATE/wheels.log" >&2
+      say "the wheels in $1 cannot be served on port $port"
+      return 1
+    fi
     sleep 0.2
   done
-  kill -0 "$SERVER" 2>/dev/null || { say "port $port is taken"; return 1; }
   find_links="http://127.0.0.1:$port/"
 }
 stop_server() { [ -z "$SERVER" ] || kill "$SERVER" 2>/dev/null || true; }
