@@ -6,20 +6,22 @@ Owns the order of the preparations. Used by `baton up`, `baton demo` and the end
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from baton.capability import CapabilitySigner, Claims, Right
 from baton.clock import SystemClock
-from baton.launcher.plan import ClusterOptions, Machine, build_plan
+from baton.launcher.plan import ChildSpec, ClusterOptions, Machine, build_plan
 from baton.launcher.ports import PortReservation
 from baton.launcher.rundir import RunDir
 from baton.launcher.supervisor import Child, Supervisor
 
 WORKER_CAPABILITY_TTL_S: Final = 30 * 24 * 3600.0
+METRICS_TARGETS_FILE: Final = "metrics-targets.json"
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  the kernel's tmpfs, not a temporary file
 
 
@@ -48,6 +50,17 @@ def worker_capability(key: bytes) -> str:
     return signer.sign(claims)
 
 
+def write_metrics_targets(run_dir: Path, specs: Sequence[ChildSpec]) -> None:
+    """Every process's /metrics address, in the form that Prometheus' file_sd_configs read."""
+    targets = [
+        {"targets": [spec.metrics_address], "labels": {"process": spec.name}}
+        for spec in specs
+        if spec.metrics_address is not None
+    ]
+    text = json.dumps(targets, indent=2) + "\n"
+    (run_dir / METRICS_TARGETS_FILE).write_text(text, encoding="ascii")
+
+
 def prepare(
     options: ClusterOptions,
     run_dir: RunDir,
@@ -64,4 +77,5 @@ def prepare(
         worker_capability=worker_capability(run_dir.key()),
     )
     ports.release()
+    write_metrics_targets(run_dir.path, specs)
     return Supervisor(specs, run_dir.path, on_change=on_change)

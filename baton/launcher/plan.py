@@ -58,6 +58,7 @@ class ChildSpec:
     module: str
     arguments: tuple[str, ...]
     grpc_address: str
+    metrics_address: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     ready_url: str | None = None
 
@@ -142,11 +143,11 @@ class _Builder:
         ready_url: str | None = None,
     ) -> ChildSpec:
         options = self._options
-        service = name.rpartition("-")[0]
+        service, metrics_port = name.rpartition("-")[0], self._next_port()
         common = (
             *("--host", options.host),
             *("--port", str(port)),
-            *("--metrics-port", str(self._next_port())),
+            *("--metrics-port", str(metrics_port)),
             *("--log-level", options.log_level),
         )
         return ChildSpec(
@@ -154,6 +155,7 @@ class _Builder:
             module=f"services.{service}",
             arguments=(*common, *flags, *options.extra.get(service, ())),
             grpc_address=f"{options.host}:{port}",
+            metrics_address=f"{options.host}:{metrics_port}",
             environment=dict(environment or {}),
             ready_url=ready_url,
         )

@@ -6,7 +6,7 @@ Owns the conservation: handed off = received + failed + cancelled + under way. P
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -15,17 +15,6 @@ RECEIVED: Final = "received"
 FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
 STATES: Final = (HANDED_OFF, RECEIVED, FAILED, CANCELLED)
-
-
-class HandOff:
-    """One hand-off under way."""
-
-    def __init__(self) -> None:
-        self.is_received = False
-
-    def received(self) -> None:
-        """The decode worker took the log."""
-        self.is_received = True
 
 
 class HandOffs:
@@ -45,16 +34,36 @@ class HandOffs:
 
     @contextmanager
     def begun(self) -> Iterator[HandOff]:
-        """The block hands a log over and stays until the sequence has left the worker.
-
-        A hand-off that was received is counted once its block ends, whatever came after.
+        """The block hands a log over; if it ends before the worker took it, that failed, or was
+        cancelled.
         """
+        one = HandOff(self._end)
         self._counts[HANDED_OFF] += 1
-        one, ended = HandOff(), FAILED
+        ended = FAILED
         try:
             yield one
         except asyncio.CancelledError:
             ended = CANCELLED
             raise
         finally:
-            self._counts[RECEIVED if one.is_received else ended] += 1
+            one.end(ended)
+
+    def _end(self, state: str) -> None:
+        self._counts[state] += 1
+
+
+class HandOff:
+    """One hand-off, which ends once."""
+
+    def __init__(self, end: Callable[[str], None] | None = None) -> None:
+        self._end = end
+
+    def received(self) -> None:
+        """The decode worker took the log."""
+        self.end(RECEIVED)
+
+    def end(self, state: str) -> None:
+        """It ended so; a second end changes nothing."""
+        end, self._end = self._end, None
+        if end is not None:
+            end(state)

@@ -140,5 +140,5 @@ def test_a_request_leaves_one_line_without_the_unknown(lines: io.StringIO) -> No
     )
     (line,) = _parsed(lines)
     assert (line["event"], line["outcome"]) == ("request_finished", "ok")
-    assert (line["prompt_tokens"], line["time_to_first_token_s"]) == (10, 0.2)
+    assert (line["prompt_tokens"], line["ttft_ms"]) == (10, 200.0)
     assert "fallback" not in line
