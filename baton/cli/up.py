@@ -157,7 +157,8 @@ async def _serve(
         async with cluster:
             view.settle()
             output().print(f"ready in {time.monotonic() - started_s:.1f} s: {http_url}/v1")
-            output().print(_invitation(http_url), markup=False)
+            # Soft: a wrapped command line could not be copied.
+            output().print(_invitation(http_url), markup=False, soft_wrap=True)
             await cluster.wait()
     except ClusterFailed:
         # Children that end because the user said so are no failure.

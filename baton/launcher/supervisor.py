@@ -231,7 +231,7 @@ class Supervisor:
 
     async def _stop_child(self, child: Child) -> None:
         process = child.process
-        if process is None:
+        if process is None or child.state is ChildState.STOPPED:
             return
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
