@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn, Protocol, Self
 import grpc
 
 from baton.errors import Reason, ServiceError
+from baton.rpc import keepalive
 from baton.rpc.deadline import timeout_within
 from baton.rpc.server import MESSAGE_BYTES_MAX
 from baton.rpc.status import from_rpc_error
@@ -48,7 +49,7 @@ class ChannelOptions:
     call_timeout_s: float = 10.0
     stream_timeout_s: float = 600.0
     message_bytes_max: int = MESSAGE_BYTES_MAX
-    keepalive_s: float = 30.0
+    keepalive_s: float = keepalive.PING_INTERVAL_S
     measures: ClientMeasures | None = None
 
 
@@ -62,11 +63,7 @@ def _arguments(options: ChannelOptions) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", options.message_bytes_max),
         ("grpc.max_send_message_length", options.message_bytes_max),
-        # Matches `rpc.server`, which allows one ping in 10 s, also without calls.
-        ("grpc.keepalive_time_ms", round(options.keepalive_s * 1000)),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
+        *keepalive.client_arguments(options.keepalive_s),
         # A restarted worker is found again within moments, not after gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import StartupError
+from baton.rpc import keepalive
 from baton.rpc.interceptor import CallLimits, ErrorInterceptor, ServerMeasures
 
 MESSAGE_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -167,9 +168,5 @@ def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", options.message_bytes_max),
         ("grpc.server.max_pending_requests", options.pending_calls_max),
         ("grpc.server.max_pending_requests_hard_limit", 2 * options.pending_calls_max),
-        # The client pings every 30 s (`rpc.channel`); a server that tolerates less says GOAWAY.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        *keepalive.server_arguments(),
     ]
