@@ -168,6 +168,7 @@ def test_c32_holds_of_aborted_loads_end_with_a_dead_peer(drill: Replay) -> None:
             waiting.enter_context(drill.held(CHAT, chat("y " + "word " * 2000, max_tokens=4)))
             until(lambda: drill.pages()["granted"] > 0, 20, "a prompt being read")
             pid = drill.kill("prefill-0")
+        assert sum(drill.fired(part, "decode.mid_fetch") for part in ("decode-0", "decode-1"))
     drill.restarted("prefill-0", pid)
     drill.settles(30)
 

@@ -98,7 +98,7 @@ def test_c28_a_partial_block_never_changes_an_answer(calm: Replay) -> None:
 
     LMCache#2206: a stored partial chunk was loaded over positions that were there already.
     """
-    order = [0, 7, 3, 12, 1, 13]
+    order = [0, 12, 3]
     fresh = tail_answers(calm, order, {"X-Cache": "off"})
     assert tail_answers(calm, order, {}) == fresh
     assert tail_answers(calm, order[::-1], {}) == fresh

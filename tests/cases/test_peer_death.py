@@ -80,19 +80,20 @@ def test_c45_a_part_killed_under_traffic(drill: Replay, part: str) -> None:
     assert_healthy(drill, 2)
 
 
-RESUMED: list[tuple[str, dict[str, Any]]] = [
-    ("plain", {}),
-    ("stop across tokens", {"stop": ["5 1"], "max_tokens": 40}),
-    ("frequency penalty", {"frequency_penalty": 1}),
-    ("seed", {"seed": 11, "temperature": 1}),
-    ("two samples", {"n": 2, "seed": 5, "temperature": 0.8}),
+RESUMED: list[tuple[str, int, dict[str, Any]]] = [
+    ("early", 2, {}),
+    ("late", 9, {}),
+    # Seven characters are out; what comes next is the half of a stop string.
+    ("stop across tokens", 7, {"stop": ["5 1"]}),
+    ("frequency penalty", 5, {"frequency_penalty": 1}),
+    ("seed", 5, {"seed": 11, "temperature": 1}),
+    ("two samples", 6, {"n": 2, "seed": 5, "temperature": 0.8}),
 ]
 
 
-@pytest.mark.parametrize(("name", "extra"), RESUMED, ids=[name for name, _ in RESUMED])
-@pytest.mark.parametrize("after", [2, 9])
+@pytest.mark.parametrize(("name", "after", "extra"), RESUMED, ids=[name for name, _, _ in RESUMED])
 def test_c47_a_resumed_stream_is_the_same_stream(
-    drill: Replay, name: str, extra: dict[str, Any], after: int
+    drill: Replay, name: str, after: int, extra: dict[str, Any]
 ) -> None:
     """Resume: the decode worker dies; the text, the count and the end are as without the death.
 
