@@ -19,7 +19,8 @@ from typing import Any, Final
 from baton.tracing import Tracing
 
 BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
-SPANS_MAX: Final = 65_536
+CONTAINERS: Final = frozenset({"request", "sequence", "decode"})
+"""Spans that last as long as what is in them: they explain nothing by themselves."""
 
 
 @functools.cache
@@ -156,7 +157,6 @@ def covered_s(spans: Sequence[TreeSpan], first_s: float, end_s: float) -> float:
     return total_s
 
 
-def leaves(spans: Sequence[TreeSpan]) -> tuple[TreeSpan, ...]:
-    """The spans that nothing else explains further."""
-    parents = {span.parent_span_id for span in spans}
-    return tuple(span for span in spans if span.span_id not in parents)
+def steps(spans: Sequence[TreeSpan]) -> tuple[TreeSpan, ...]:
+    """The spans that say what was done, without those that only hold others together."""
+    return tuple(span for span in spans if span.name not in CONTAINERS)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from baton.cli.console import CommandFailed, errors, output
 from baton.cli.gateway_http import DEFAULT_URL, GatewayAddress, KeyOption, UrlOption, call
-from baton.tracing_tree import TreeSpan, covered_s, in_order, leaves, spans_of
+from baton.tracing_tree import TreeSpan, covered_s, in_order, spans_of, steps
 
 PATH = "/debug/traces"
 BAR_CELLS_MIN = 20
@@ -65,11 +65,11 @@ def summary(answer: dict[str, Any], spans: Sequence[TreeSpan]) -> str:
     """What the trace is of, and how much of its time the spans explain."""
     first_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
     whole_s = max(end_s - first_s, 1e-9)
-    explained = covered_s(leaves(spans), first_s, end_s) / whole_s
+    explained = covered_s(steps(spans), first_s, end_s) / whole_s
     processes = len({span.process for span in spans})
     return (
         f"trace {answer.get('trace_id')}: {len(spans)} spans of {processes} processes, "
-        f"{_ms(whole_s)}, {explained:.1%} of it in steps without a further part"
+        f"{_ms(whole_s)}, {explained:.1%} of it in named steps"
     )
 
 

@@ -19,7 +19,7 @@ from baton.stages import (
     PER_TOKEN_DECODE,
     PREFILL_RPC,
 )
-from baton.tracing import Attribute, span
+from baton.tracing import Attribute, current_trace, record_span, span
 from services.gateway.events import Completed
 
 
@@ -42,6 +42,7 @@ class Timeline:
     def began(self) -> None:
         """The sequence runs: it was admitted, and no sibling's prefill is waited for any more."""
         self._attempt_s = self._clock.monotonic_s()
+        record_span(ADMISSION_WAIT, current_trace(), (self._ready_s, self._attempt_s))
         self._add(ADMISSION_WAIT, self._attempt_s - self._ready_s)
         self._kept = dict(self._stages)
 

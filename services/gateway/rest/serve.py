@@ -70,7 +70,8 @@ def accounted(core: GatewayCore, line: RequestLine) -> Iterator[None]:
         raise
     finally:
         line.elapsed_s = core.clock.monotonic_s() - started_s
-        core.measures.count(line)
+        with span("account"):
+            core.measures.count(line)
 
 
 async def serve(core: GatewayCore, served: Served, receive: Receive, send: Send) -> None:
