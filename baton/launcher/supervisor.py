@@ -23,6 +23,7 @@ import grpc
 import httpx
 
 from baton.launcher.plan import ChildSpec
+from baton.process_files import write_private
 from baton.rpc.health import is_serving
 
 RESTARTS_MAX: Final = 5
@@ -157,7 +158,8 @@ class Supervisor:
                 # Ctrl-C in a terminal goes to the whole group; the order of the end is ours.
                 start_new_session=True,
             )
-        child.pid_path.write_text(f"{child.process.pid}\n", encoding="ascii")
+        # Whole or not at all: whoever reads it sends signals to what it says.
+        write_private(child.pid_path, f"{child.process.pid}\n".encode("ascii"))
         child.started_s = time.monotonic()
         self._change(child, ChildState.STARTING)
 
