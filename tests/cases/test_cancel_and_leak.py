@@ -13,16 +13,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cases.replay import (
-    CHAT,
-    COMPLETIONS,
-    LETTER_A,
-    Replay,
-    chat,
-    completion,
-    reset,
-    until,
-)
+from tests.cases.door import reset
+from tests.cases.replay import CHAT, COMPLETIONS, LETTER_A, Replay, chat, completion
+from tests.cases.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
 

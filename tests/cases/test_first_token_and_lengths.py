@@ -8,16 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases.replay import (
-    BLOCK_TOKENS,
-    CHAT,
-    COMPLETIONS,
-    LETTER_A,
-    Replay,
-    chat,
-    completion,
-    together,
-)
+from tests.cases.replay import BLOCK_TOKENS, CHAT, COMPLETIONS, LETTER_A, Replay, chat, completion
+from tests.cases.waiting import together
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.cases.replay import CHAT, MODEL, Replay, chat, reset, together, until
+from tests.cases.door import reset
+from tests.cases.replay import CHAT, MODEL, Replay, chat
+from tests.cases.waiting import together, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

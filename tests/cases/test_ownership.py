@@ -10,6 +10,7 @@ import http.client
 
 import pytest
 
+from tests.cases.door import reset
 from tests.cases.replay import (
     CAPITAL,
     CAPITAL_ANSWER,
@@ -19,10 +20,8 @@ from tests.cases.replay import (
     Replay,
     chat,
     completion,
-    reset,
-    together,
-    until,
 )
+from tests.cases.waiting import together, until
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(300)]
 

@@ -19,12 +19,10 @@ from tests.cases.replay import (
     COMPLETIONS,
     COUNTING,
     Replay,
-    background,
     chat,
     completion,
-    together,
-    until,
 )
+from tests.cases.waiting import background, together, until
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(400)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases.door import Answer
 from tests.cases.replay import (
     CHAT,
     COMPLETIONS,
@@ -14,12 +15,11 @@ from tests.cases.replay import (
     LETTER_A,
     MODEL,
     VOCABULARY,
-    Answer,
     Replay,
     chat,
     completion,
-    together,
 )
+from tests.cases.waiting import together
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 

@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 
+from tests.cases.door import KEY_A, KEY_B
 from tests.cases.replay import (
     BLOCK_TOKENS,
     CHAT,
     COMPLETIONS,
     COUNTED,
     COUNTING,
-    KEY_A,
-    KEY_B,
     MODEL,
     Replay,
     chat,
     completion,
-    together,
 )
+from tests.cases.waiting import together
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases.replay import CHAT, COMPLETIONS, Replay, Stream, chat, completion
+from tests.cases.door import Stream
+from tests.cases.replay import CHAT, COMPLETIONS, Replay, chat, completion
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,16 +10,8 @@ import pytest
 from baton import models
 from baton.text.bundle import TextBundle
 from baton.text.stream import TextStream
-from tests.cases.replay import (
-    CHAT,
-    COMPLETIONS,
-    COUNTED,
-    COUNTING,
-    Replay,
-    chat,
-    completion,
-    together,
-)
+from tests.cases.replay import CHAT, COMPLETIONS, COUNTED, COUNTING, Replay, chat, completion
+from tests.cases.waiting import together
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from baton.errors import Reason, ServiceError
+from tests.cases.door import KEY_B, reset
 from tests.cases.replay import (
     CAPITAL,
     CAPITAL_ANSWER,
@@ -21,15 +22,12 @@ from tests.cases.replay import (
     COMPLETIONS,
     COUNTED,
     COUNTING,
-    KEY_B,
     LETTER_A,
     Replay,
     chat,
     completion,
-    reset,
-    together,
-    until,
 )
+from tests.cases.waiting import together, until
 from tests.unit.core.rpc_fixtures import method, serving, unary
 
 pytestmark = pytest.mark.timeout(240)
