@@ -176,14 +176,17 @@ def test_what_is_counted_is_conserved(cluster: RunningCluster, client: httpx.Cli
     states = {dict(labels)["state"]: value for (name, labels), value in gateway.items()
               if name == "baton_handoffs_total"}  # fmt: skip
     ended = states["received"] + states["failed"] + states["cancelled"]
-    assert states["handed_off"] == ended + total(gateway, "baton_handoffs_in_flight") >= 3
-    assert states["received"] == total(decode, "baton_decode_received_total")
+    assert states["handed_off"] == ended + total(gateway, "baton_handoffs_in_flight") >= 1
+    # Until the prefill worker is heard, the decode worker prefills: that is no hand-off.
+    local = sum(value for (name, labels), value in gateway.items()
+                if name == "baton_answers_total" and ("mode", "aggregated") in labels)  # fmt: skip
+    assert states["received"] + local == total(decode, "baton_decode_received_total")
     prompt = total(gateway, "baton_prompt_tokens_total")
     cached = total(gateway, "baton_cached_prompt_tokens_total")
     assert cached > 0
     assert prompt == cached + total(gateway, "baton_computed_prompt_tokens_total")
     assert cached == total(store, "baton_kvstore_hit_tokens_total")
-    assert cached == total(prefill, "baton_prefill_hit_tokens_total")
+    assert cached >= total(prefill, "baton_prefill_hit_tokens_total") > 0
     refused = frozenset({("outcome", "refused")})
     assert gateway[("baton_time_to_first_token_seconds_count", refused)] >= 1
     named = frozenset({("model_name", "SmolLM2-135M-Instruct"), ("engine", "0")})
@@ -258,7 +261,7 @@ def test_one_trace_covers_a_request_and_its_stages_add_up(client: httpx.Client) 
 def test_a_trace_reaches_into_every_service_that_worked(client: httpx.Client) -> None:
     """The caller's own trace goes on: one tree, from HTTP to group commits."""
     trace_id, caller = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-    asked = body("A long question, so that it has chunks. " * 16, max_tokens=4)
+    asked = body("A long question, so that it has chunks. " * 36, max_tokens=4)
     headers = {"traceparent": f"00-{trace_id}-{caller}-01"}
     answer = client.post(CHAT, json=asked, headers=headers)
     found = fetched(client, answer.headers["x-baton-request-id"])
@@ -283,7 +286,8 @@ def test_a_trace_reaches_into_every_service_that_worked(client: httpx.Client) ->
                      "decode_step", "append")
     }  # fmt: skip
     assert wanted <= names, wanted - names
-    assert sum(span.name == "prefill_compute" for span in spans) >= 1
+    assert sum(span.name == "prefill_compute" for span in spans) >= 2
+    assert sum(span.name == "CommitCheckpoint" for span in spans) >= 2
     root = next(span for span in spans if span.name == "request")
     assert root.parent_span_id == caller
     ids = {span.span_id for span in spans}
