@@ -6,7 +6,6 @@ Never computes and never talks to the client.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar
@@ -21,7 +20,7 @@ from baton.kv.manifest import Manifest
 from baton.stages import SPLICE
 from services.gateway.cleanup import Cleanup
 from services.gateway.client_prefixes import PrefixClient
-from services.gateway.clients import DecodeClient, Opened, PrefillClient, StoreClient
+from services.gateway.clients import DecodeClient, PrefillClient, StoreClient
 from services.gateway.decode_streams import DecodeStreams
 from services.gateway.handoffs import HandOffs
 from services.gateway.legs import CONTROL_RIGHTS, CapabilityMint, Leg, Plan
@@ -29,6 +28,7 @@ from services.gateway.planner import Planner
 from services.gateway.prefix_cache import PrefixCache
 from services.gateway.prefixes import PrefixMatch, PrefixQuery, match_prefix
 from services.gateway.request import CacheMode, SequenceRequest
+from services.gateway.side_by_side import together
 from services.gateway.timing import Timeline
 
 _log = structlog.stdlib.get_logger("baton.gateway.opening")
@@ -111,16 +111,17 @@ class LogOpener:
             with self._timeline.stage(SPLICE, prefix_id=match.prefix.prefix_id):
                 base = await self._parts.prefixes.manifest(match, request.request_id)
         leg = Leg(request=request, plan=plan, log_id=log_id, control=control)
-        opened: Opened | None = None
         is_open = False
         # The first token is prefill's: an answer of one token never comes to decode.
         leg.is_reserved = plan.prefill is not None and request.sampling.max_tokens != 1
         try:
-            async with Unwrapped(), asyncio.TaskGroup() as group:
-                opening = group.create_task(self._parts.stores.open(leg, base=base))
-                if leg.is_reserved:
-                    group.create_task(self._parts.decodes.prepare(plan.decode, request))
-            opened, is_open = opening.result(), True
+            opening = self._parts.stores.open(leg, base=base)
+            if leg.is_reserved:
+                prepare = self._parts.decodes.prepare(plan.decode, request)
+                opened = await together(opening, prepare)
+            else:
+                opened = await opening
+            is_open = True
         finally:
             if not is_open:
                 self._parts.cleanup.end(leg, is_complete=False)
@@ -167,17 +168,3 @@ class LogOpener:
     def left_s(self) -> float:
         """Seconds to the request's deadline; negative after it."""
         return self._request.deadline_s - self._parts.clock.monotonic_s()
-
-
-class Unwrapped:
-    """Raises the first ServiceError of a task group instead of the group."""
-
-    async def __aenter__(self) -> None:
-        """Nothing to set up."""
-
-    async def __aexit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """Unwrap; anything but a service error stays in its group."""
-        if isinstance(error, ExceptionGroup):
-            for inner in error.exceptions:
-                if isinstance(inner, ServiceError):
-                    raise inner from error

@@ -37,9 +37,10 @@ from services.gateway.events import (
 from services.gateway.handoffs import HandOff
 from services.gateway.inbox import Failed, Inbox, Lost, Started, Token
 from services.gateway.legs import DECODE_RIGHTS, PREFILL_RIGHTS, Leg, Plan
-from services.gateway.opening import LogOpener, SequenceParts, Unwrapped
+from services.gateway.opening import LogOpener, SequenceParts
 from services.gateway.recovery import PASSING, Loss, Recovery
 from services.gateway.request import SequenceRequest
+from services.gateway.side_by_side import watched
 from services.gateway.timing import Timeline
 
 _log = structlog.stdlib.get_logger("baton.gateway.sequence")
@@ -161,15 +162,12 @@ class Sequence:
 
     async def _prefilled(self, leg: Leg) -> Sealed:
         """The prefill's end; WORKER_LOST as soon as its worker is silent."""
-        async with Unwrapped(), asyncio.TaskGroup() as group:
-            watching = group.create_task(self._recovery.until_silent(leg.plan.writer))
-            sealed = await self._parts.prefills.run(
-                leg,
-                self._opener.capability(leg.log_id, PREFILL_RIGHTS),
-                timeout_s=max(self._opener.left_s(), 0.001),
-            )
-            watching.cancel()
-        return sealed
+        running = self._parts.prefills.run(
+            leg,
+            self._opener.capability(leg.log_id, PREFILL_RIGHTS),
+            timeout_s=max(self._opener.left_s(), 0.001),
+        )
+        return await watched(running, self._recovery.until_silent(leg.plan.writer))
 
     # --- decode ------------------------------------------------------------------------------
 
