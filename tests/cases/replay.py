@@ -48,6 +48,9 @@ COUNTED: Final = " 13 14 15 16"
 
 _SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)$")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+Samples = list[tuple[str, dict[str, str], float]]
+"""(name, labels, value) of each series."""
+
 _PARTS: Final = ("gateway-0", "kvstore-0", "prefill-0", "decode-0", "decode-1", "merger-0")
 
 
@@ -81,7 +84,7 @@ class Replay(Door):
         words = raw.decode().split("\0")
         return int(words[words.index(flag) + 1])
 
-    def samples(self, part: str) -> list[tuple[str, dict[str, str], float]]:
+    def samples(self, part: str) -> Samples:
         """(name, labels, value) of every series of a process."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port_of(part), timeout=10)
         try:
@@ -93,18 +96,17 @@ class Replay(Door):
 
     def gauge(self, part: str, name: str, **labels: str) -> float:
         """Sum of a process's series of that name and labels; a missing family is a failure."""
-        found = [one for one in self.samples(part) if one[0] == name]
-        assert found, f"{part} has no {name}"
-        return sum(value for _, has, value in found if labels.items() <= has.items())
+        return total(self.samples(part), name, **labels)
 
     def leaks(self) -> dict[str, float]:
-        """What must come back to where it was once nobody waits for an answer."""
+        """What must come back to nothing once nobody waits for an answer."""
+        gateway, store = self.samples("gateway-0"), self.samples("kvstore-0")
         found = {
-            "requests_in_flight": self.gauge("gateway-0", "baton_requests_in_flight"),
-            "cleanups_pending": self.gauge("gateway-0", "baton_cleanups_pending"),
-            "leases": self.gauge("kvstore-0", "baton_kvstore_leases"),
-            "pages_granted": self.pages()["granted"],
-            "pages_quarantined": self.pages()["quarantined"],
+            "requests_in_flight": total(gateway, "baton_requests_in_flight"),
+            "cleanups_pending": total(gateway, "baton_cleanups_pending"),
+            "leases": total(store, "baton_kvstore_leases"),
+            "pages_granted": total(store, "baton_kvstore_pages", state="granted"),
+            "pages_quarantined": total(store, "baton_kvstore_pages", state="quarantined"),
         }
         for part in self.parts():
             if part.startswith("decode"):
@@ -238,7 +240,14 @@ class Replay(Door):
         until(lambda: self.is_back(part, old_pid), seconds, f"{part} back")
 
 
-def parse_metrics(text: str) -> list[tuple[str, dict[str, str], float]]:
+def total(samples: Samples, name: str, **labels: str) -> float:
+    """Sum of the series of that name and labels; a missing family is a failure."""
+    found = [one for one in samples if one[0] == name]
+    assert found, f"no {name}"
+    return sum(value for _, has, value in found if labels.items() <= has.items())
+
+
+def parse_metrics(text: str) -> Samples:
     """(name, labels, value) of Prometheus' text format."""
     found = []
     for line in text.splitlines():
