@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 from baton.api.gateway.v1 import gateway_pb2_grpc
@@ -38,7 +39,7 @@ from services.gateway.core import GatewayCore
 from services.gateway.decode_streams import WATCH_INTERVAL_S, DecodeStreams
 from services.gateway.hub import WorkerHub
 from services.gateway.legs import CapabilityMint
-from services.gateway.limits import RequestLimits
+from services.gateway.limits import Admission, RateLimits, RequestLimits
 from services.gateway.measures import GatewayMeasures
 from services.gateway.opening import SequenceParts
 from services.gateway.planner import Planner, PlanRules
@@ -49,6 +50,8 @@ from services.gateway.rest.application import RestApplication, with_cors
 from services.gateway.rest.routes import RestLimits, Routes
 from services.gateway.servicer import GatewayServicer
 from services.gateway.servicer_registry import RegistryServicer
+from services.gateway.shared_limits import SharedLimits
+from services.gateway.sharing import start_redis, start_sharing
 from services.gateway.traces import TraceGatherer
 
 NAME: Final = "gateway"
@@ -66,7 +69,15 @@ async def wire(service: Service, config: GatewayConfig) -> None:
     )
     server = _server(config, metrics)
     authenticator = _authenticator(config)
-    core, streams = await _core(service, config, metrics, hub=hub, key=key, incarnation=incarnation)
+    core, streams = await _core(
+        service,
+        config,
+        metrics,
+        hub=hub,
+        key=key,
+        incarnation=incarnation,
+        requests_per_minute=authenticator.requests_per_minute(),
+    )
     server.register(
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
         GatewayServicer(core, authenticator, hub),
@@ -109,6 +120,7 @@ async def _core(
     hub: WorkerHub,
     key: bytes,
     incarnation: int,
+    requests_per_minute: Mapping[str, int],
 ) -> tuple[GatewayCore, DecodeStreams]:
     model = load_model(config.model)
     channels = ChannelPool()
@@ -160,7 +172,32 @@ async def _core(
     measures.follow_workers(hub)
     if config.vllm_metric_names:
         show_vllm_names(metrics, model.name)
-    return GatewayCore(model, parts, hub, limits, measures), streams
+    across = await _across_gateways(service, config, hub, channels, (key, incarnation))
+    admission = Admission(limits, RateLimits(requests_per_minute, service.clock), across)
+    return GatewayCore(model, parts, hub, admission, measures), streams
+
+
+async def _across_gateways(
+    service: Service,
+    config: GatewayConfig,
+    hub: WorkerHub,
+    channels: ChannelPool,
+    identity: tuple[bytes, int],
+) -> SharedLimits | None:
+    """Limits and hints over Redis, if there is one. `identity`: cluster key, incarnation."""
+    if config.redis_url is None:
+        return None
+    key, incarnation = identity
+    return await start_sharing(
+        service,
+        await start_redis(service, config.redis_url),
+        hub,
+        channels,
+        key=key,
+        lease_s=config.lease_s,
+        tenant_sequences_max=config.tenant_sequences_max,
+        holder=f"{incarnation:x}",
+    )
 
 
 def load_model(name_or_path: str) -> ServedModel:

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from services.gateway.request import Tenant
 TENANTS_FILE_BYTES_MAX: Final = 1 << 20
 TENANTS_MAX: Final = 10_000
 KEY_CHARS_MAX: Final = 512
+REQUESTS_PER_MINUTE_MAX: Final = 60_000
 DEV_TENANT: Final = Tenant(name="dev")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}", re.ASCII)
@@ -34,6 +35,7 @@ class KeyRow:
 
     digest: bytes
     tenant: Tenant
+    requests_per_minute: int | None = None
 
 
 class Authenticator:
@@ -58,6 +60,14 @@ class Authenticator:
         if self._is_open:
             return (DEV_TENANT.name,)
         return tuple(sorted({row.tenant.name for row in self._rows}))
+
+    def requests_per_minute(self) -> dict[str, int]:
+        """Limits of the tenants that have one."""
+        return {
+            row.tenant.name: row.requests_per_minute
+            for row in self._rows
+            if row.requests_per_minute is not None
+        }
 
     def tenant_of(self, authorization: str | None) -> Tenant:
         """The tenant of an `Authorization` header's value; UNAUTHENTICATED otherwise."""
@@ -95,8 +105,9 @@ def _refused(why: str) -> ServiceError:
 def load_tenants(path: Path) -> tuple[KeyRow, ...]:
     """Read a tenants file; StartupError naming the entry at fault.
 
-    YAML: `tenants:` with a list of `{name, keys, teams}`; `keys` holds keys in the clear or
-    `sha256:<64 hex digits>`; `teams` holds `{name, keys}` whose keys share within the team only.
+    YAML: `tenants:` with a list of `{name, keys, teams, requests_per_minute}`; `keys` holds keys in
+    the clear or `sha256:<64 hex digits>`; `teams` holds `{name, keys}` whose keys share within the
+    team only; `requests_per_minute` bounds all keys of the tenant together.
     """
     try:
         with path.open("rb") as file:
@@ -123,15 +134,18 @@ def tenants_from(document: Any, path: Path) -> tuple[KeyRow, ...]:
     names: set[str] = set()
     for index, entry in enumerate(entries):
         where = f"tenants[{index}]"
-        name = _name(entry, where, path, allowed={"name", "keys", "teams"})
+        name = _name(entry, where, path, allowed={"name", "keys", "teams", "requests_per_minute"})
         if name in names:
             raise _bad(path, f"{where}.name is given twice")
         names.add(name)
+        first = len(rows)
         rows += _rows(entry, where, path, Tenant(name=name))
         for team_index, team in enumerate(_list(entry, "teams", where, path)):
             at = f"{where}.teams[{team_index}]"
             team_name = _name(team, at, path, allowed={"name", "keys"})
             rows += _rows(team, at, path, Tenant(name=name, team=team_name))
+        limit = _limit(entry, where, path)
+        rows[first:] = [replace(row, requests_per_minute=limit) for row in rows[first:]]
     if len({row.digest for row in rows}) != len(rows):
         raise _bad(path, "one key is given twice; each key stands for one tenant and team")
     if not rows:
@@ -146,6 +160,19 @@ def _name(entry: Any, where: str, path: Path, *, allowed: set[str]) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _bad(path, f"{where}.name must be 1 to 64 of A-Z a-z 0-9 _ . -")
     return name
+
+
+def _limit(entry: Mapping[str, Any], where: str, path: Path) -> int | None:
+    limit = entry.get("requests_per_minute")
+    if limit is None:
+        return None
+    if type(limit) is not int or not 0 < limit <= REQUESTS_PER_MINUTE_MAX:
+        raise _bad(
+            path,
+            f"{where}.requests_per_minute must be a whole number from 1 to "
+            f"{REQUESTS_PER_MINUTE_MAX}",
+        )
+    return limit
 
 
 def _list(entry: Mapping[str, Any], key: str, where: str, path: Path) -> list[Any]:

@@ -45,6 +45,12 @@ class GatewayConfig:
         "YAML file of tenants and keys; without it loopback callers are the tenant dev.",
         default=None,
     )
+    redis_url: str | None = setting(
+        "redis://[user:password@]host:port/0, rediss://... or unix://... of a Redis that gateways "
+        "share; without one, or while it is away, each limits tenants by itself.",
+        default=None,
+        is_secret=True,
+    )
     prefill_mode: PrefillMode = setting(
         "auto: remote, falling back to local; remote: never local; local: never remote.",
         default=PrefillMode.AUTO,
@@ -56,7 +62,7 @@ class GatewayConfig:
         "Answers at once; more are refused with 503.", default=512, minimum=1, maximum=100_000
     )
     tenant_sequences_max: int = setting(
-        "Answers at once per tenant; more are refused with 429.",
+        "Answers at once per tenant, over all gateways of one Redis; more are refused with 429.",
         default=256,
         minimum=1,
         maximum=100_000,

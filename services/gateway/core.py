@@ -20,7 +20,7 @@ from baton.tracing import span
 from services.gateway.answers import Emit, Events, Member, running
 from services.gateway.hub import WorkerHub
 from services.gateway.legs import CapabilityMint
-from services.gateway.limits import RequestLimits
+from services.gateway.limits import Admission
 from services.gateway.measures import GatewayMeasures
 from services.gateway.opening import SequenceParts
 from services.gateway.planner import PlanRequest
@@ -62,7 +62,7 @@ class GatewayCore:
         model: ServedModel,
         parts: SequenceParts,
         hub: WorkerHub,
-        limits: RequestLimits,
+        limits: Admission,
         measures: GatewayMeasures,
     ) -> None:
         self.model = model
@@ -169,14 +169,16 @@ class GatewayCore:
     async def run(self, members: Sequence[Member]) -> AsyncIterator[Events]:
         """Admit and run; the block reads the events."""
         first = members[0].request
-        with self.limits.admitted(first.tenant.name, len(members)):
-            async with running(members, self._runner) as events:
-                key = (first.tenant.name, first.request_id)
-                self._cancels[key] = events.cancel
-                try:
-                    yield events
-                finally:
-                    self._cancels.pop(key, None)
+        async with (
+            self.limits.admitted(first.tenant.name, len(members)),
+            running(members, self._runner) as events,
+        ):
+            key = (first.tenant.name, first.request_id)
+            self._cancels[key] = events.cancel
+            try:
+                yield events
+            finally:
+                self._cancels.pop(key, None)
 
     def cancel(self, tenant: Tenant, request_id: str) -> bool:
         """Stop a running request of the tenant; False when there is none."""

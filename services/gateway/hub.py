@@ -22,6 +22,7 @@ class WorkerHub:
         self._registry = registry
         self._clock = clock
         self._changed = asyncio.Event()
+        self._listeners: list[Callable[[WorkerRecord], None]] = []
 
     @property
     def dead_after_s(self) -> float:
@@ -33,7 +34,22 @@ class WorkerHub:
         is_taken = self._registry.observe(record, self._clock.monotonic_s())
         self._changed.set()
         self._changed = asyncio.Event()
+        if is_taken:
+            for listener in self._listeners:
+                listener(record)
         return is_taken
+
+    def on_heard(self, listener: Callable[[WorkerRecord], None]) -> None:
+        """Call `listener` with each record taken; it must return at once."""
+        self._listeners.append(listener)
+
+    def hint(self, record: WorkerRecord) -> bool:
+        """Note a worker that another gateway heard; False when it is known already."""
+        return self._registry.hint(record, self._clock.monotonic_s())
+
+    def is_hint(self, worker_id: str) -> bool:
+        """Whether all that is known of a worker is a hint."""
+        return self._registry.is_hint(worker_id)
 
     def expire(self) -> tuple[WorkerRecord, ...]:
         """Drop the workers that were silent for a lease."""

@@ -1,17 +1,26 @@
 """How much one gateway takes on at once, and when to come back.
 
 Owns the counters; a slot is given back in the scope that took it, however that ends. Never queues:
-what does not fit is refused at once.
+what does not fit is refused at once. What other gateways say comes on top, where there is any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from typing import Final, Protocol
 
+from baton.clock import Clock
 from baton.errors import Reason, ServiceError
 
 RETRY_AFTER_S = 1.0
+RATE_WINDOW_S: Final = 60.0
 
 
 class RequestLimits:
@@ -40,11 +49,7 @@ class RequestLimits:
         QUOTA_EXCEEDED (429) over the tenant's share, QUEUE_FULL (503) when the gateway is full.
         """
         if self.of(tenant) + sequences > self._tenant_sequences_max:
-            raise ServiceError(
-                Reason.QUOTA_EXCEEDED,
-                f"at most {self._tenant_sequences_max} answers at once per tenant; wait for one",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            raise share_refused(self._tenant_sequences_max)
         if self._running + sequences > self._sequences_max:
             raise ServiceError(
                 Reason.QUEUE_FULL,
@@ -62,3 +67,93 @@ class RequestLimits:
                 self._by_tenant[tenant] = left
             else:
                 del self._by_tenant[tenant]
+
+
+class RateLimits:
+    """Requests of the last minute, for tenants that have a limit; no bound for the others."""
+
+    def __init__(self, requests_per_minute: Mapping[str, int], clock: Clock) -> None:
+        self._limits = dict(requests_per_minute)
+        self._clock = clock
+        self._began_s: dict[str, deque[float]] = {}
+
+    def limit_of(self, tenant: str) -> int | None:
+        """Requests a minute; None: no limit."""
+        return self._limits.get(tenant)
+
+    def count(self, tenant: str) -> None:
+        """Count a request; QUOTA_EXCEEDED when the last minute had all that the tenant may have."""
+        limit = self.limit_of(tenant)
+        if limit is None:
+            return
+        now_s = self._clock.monotonic_s()
+        began_s = self._began_s.setdefault(tenant, deque())
+        while began_s and began_s[0] <= now_s - RATE_WINDOW_S:
+            began_s.popleft()
+        if len(began_s) >= limit:
+            raise rate_refused(limit, began_s[0] + RATE_WINDOW_S - now_s)
+        began_s.append(now_s)
+
+    def uncount(self, tenant: str) -> None:
+        """Take back the newest count: the request was refused elsewhere."""
+        began_s = self._began_s.get(tenant)
+        if began_s:
+            began_s.pop()
+
+
+class AcrossGateways(Protocol):
+    """What the other gateways have to say."""
+
+    def admitted(
+        self, tenant: str, sequences: int, requests_per_minute: int | None
+    ) -> AbstractAsyncContextManager[None]:
+        """Hold the tenant's places for the block; QUOTA_EXCEEDED where there is none left."""
+        ...
+
+
+class Admission:
+    """All limits in their order: this gateway's own first, since they cost nothing to ask."""
+
+    def __init__(
+        self, limits: RequestLimits, rates: RateLimits, across: AcrossGateways | None = None
+    ) -> None:
+        self._limits = limits
+        self._rates = rates
+        self._across = across
+
+    @asynccontextmanager
+    async def admitted(self, tenant: str, sequences: int) -> AsyncIterator[None]:
+        """Hold slots and places for the block.
+
+        QUOTA_EXCEEDED (429) over the tenant's share or rate, QUEUE_FULL (503) when the gateway is
+        full.
+        """
+        async with AsyncExitStack() as held:
+            held.enter_context(self._limits.admitted(tenant, sequences))
+            self._rates.count(tenant)
+            if self._across is not None:
+                limit = self._rates.limit_of(tenant)
+                try:
+                    await held.enter_async_context(self._across.admitted(tenant, sequences, limit))
+                except ServiceError:
+                    self._rates.uncount(tenant)
+                    raise
+            yield
+
+
+def share_refused(sequences_max: int) -> ServiceError:
+    """A tenant has all the answers it may have."""
+    return ServiceError(
+        Reason.QUOTA_EXCEEDED,
+        f"at most {sequences_max} answers at once per tenant; wait for one",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def rate_refused(requests_per_minute: int, after_s: float) -> ServiceError:
+    """A tenant asked as often as it may."""
+    return ServiceError(
+        Reason.QUOTA_EXCEEDED,
+        f"at most {requests_per_minute} requests a minute for this tenant",
+        retry_after_s=max(RETRY_AFTER_S, after_s),
+    )

@@ -1,4 +1,4 @@
-"""What this gateway believes about workers, from their own heartbeats alone.
+"""What this gateway believes about workers, from their own heartbeats alone; hints are only shown.
 
 Owns worker records, silence and incarnations. Pure: time is passed in, nothing is sent.
 
@@ -27,6 +27,8 @@ STUCK_AFTER_S: Final = 60.0
 
 RETIRED_MAX: Final = 8
 WORKERS_MAX: Final = 4096
+HINTS_MAX: Final = WORKERS_MAX // 2
+"""A table this full takes no hints: those that are heard need the room."""
 
 
 @unique
@@ -82,6 +84,7 @@ class _Entry:
     heard_s: float
     progressed_s: float
     retired: deque[int]
+    is_hint: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +113,8 @@ class Registry:
     def observe(self, record: WorkerRecord, now_s: float) -> bool:
         """Take a heartbeat. False when it was ignored: an old incarnation, or the table is full."""
         entry = self._entries.get(record.worker_id)
-        if entry is None:
-            if len(self._entries) >= WORKERS_MAX:
+        if entry is None or entry.is_hint:
+            if entry is None and len(self._entries) >= WORKERS_MAX:
                 return False
             retired: deque[int] = deque(maxlen=RETIRED_MAX)
             self._entries[record.worker_id] = _Entry(record, now_s, now_s, retired)
@@ -125,6 +128,18 @@ class Registry:
             entry.progressed_s = now_s
         entry.record, entry.heard_s = record, now_s
         return True
+
+    def hint(self, record: WorkerRecord, now_s: float) -> bool:
+        """Note a worker that another gateway heard: known, shown, never alive. False if known."""
+        if record.worker_id in self._entries or len(self._entries) >= HINTS_MAX:
+            return False
+        self._entries[record.worker_id] = _Entry(record, now_s, now_s, deque(), is_hint=True)
+        return True
+
+    def is_hint(self, worker_id: str) -> bool:
+        """Whether all that is known of a worker is a hint."""
+        entry = self._entries.get(worker_id)
+        return entry is not None and entry.is_hint
 
     def expire(self, now_s: float) -> tuple[WorkerRecord, ...]:
         """Drop and return the workers that were silent for a lease."""
@@ -147,6 +162,7 @@ class Registry:
         entry = self._entries.get(worker_id)
         return (
             entry is not None
+            and not entry.is_hint
             and entry.record.incarnation == incarnation
             and now_s - entry.heard_s <= self._dead_after_s
         )
@@ -154,8 +170,9 @@ class Registry:
     def heard_s(self, worker_id: str, incarnation: int) -> float | None:
         """When exactly this run of the worker was heard last; None if it is not known."""
         entry = self._entries.get(worker_id)
-        is_known = entry is not None and entry.record.incarnation == incarnation
-        return entry.heard_s if entry is not None and is_known else None
+        if entry is None or entry.is_hint or entry.record.incarnation != incarnation:
+            return None
+        return entry.heard_s
 
     def statuses(self, now_s: float) -> tuple[WorkerStatus, ...]:
         """Every known worker, ordered by id."""
@@ -178,6 +195,8 @@ class Registry:
                 yield entry.record
 
     def _unroutable(self, entry: _Entry, now_s: float) -> str | None:
+        if entry.is_hint:
+            return "known from another gateway, not heard yet"
         silence_s = now_s - entry.heard_s
         if silence_s > self._dead_after_s:
             return f"silent for {silence_s:.1f} s"

@@ -177,7 +177,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             tenants=tuple(request.tenants),
             ttl_s=duration_from_proto(request.ttl) if has_ttl else None,
         )
-        with self._core.limits.admitted(tenant.name, 1):
+        async with self._core.limits.admitted(tenant.name, 1):
             prefix = await self._core.publisher.publish(tenant, order)
         return gateway_pb2.CreatePrefixResponse(prefix=_prefix(prefix))
 

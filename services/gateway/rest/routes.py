@@ -325,7 +325,7 @@ class Routes:
         self._core.model.require(read_model(reader))
         order = _publish_order(reader)
         tenant = RequestContext.of(scope).tenant
-        with self._core.limits.admitted(tenant.name, 1):
+        async with self._core.limits.admitted(tenant.name, 1):
             prefix = await self._core.publisher.publish(tenant, order)
         await send_json(send, prefix_body(prefix))
 
