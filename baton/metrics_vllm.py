@@ -34,6 +34,11 @@ class Alias:
     sources: Mapping[str, tuple[str, ...]]
     labels: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def shown_name(self) -> str:
+        """The name in the exposition."""
+        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+
 
 _NOW, _SUM, _BUCKETS = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 
@@ -45,109 +50,108 @@ def _alias(
     labels: Mapping[str, str] | None = None,
     **sources: tuple[str, ...],
 ) -> Alias:
-    return Alias(
-        name=f"vllm:{name}", kind=kind, help_text=help_text, sources=sources, labels=labels or {}
-    )
+    return Alias(name=name, kind=kind, help_text=help_text, sources=sources, labels=labels or {})
 
 
 ALIASES: Final = (
     _alias(
-        "num_requests_running", _NOW, "Requests under way.",
+        "vllm:num_requests_running", _NOW, "Requests under way.",
         gateway=("baton_requests_in_flight",),
         prefill=("baton_prefill_running_requests",),
         decode=("baton_decode_active_sequences",),
     ),
     _alias(
-        "num_requests_waiting", _NOW, "Requests that wait to be computed.",
+        "vllm:num_requests_waiting", _NOW, "Requests that wait to be computed.",
         gateway=("baton_requests_waiting",),
         prefill=("baton_prefill_waiting_requests",),
         decode=("baton_decode_reserved_slots",),
     ),
     _alias(
-        "kv_cache_usage_perc", _NOW, "Used part of the KV cache; 1 is all of it.",
+        "vllm:kv_cache_usage_perc", _NOW, "Used part of the KV cache; 1 is all of it.",
         gateway=("baton_kv_cache_usage",),
         prefill=("baton_worker_kv_cache_usage",),
         decode=("baton_worker_kv_cache_usage",),
     ),
     _alias(
-        "cache_config_info", _NOW, "1, with block size and number as labels.",
+        "vllm:cache_config_info", _NOW, "1, with block size and number as labels.",
         {"block_tokens": "block_size", "pages": "num_gpu_blocks"},
         prefill=("baton_worker_arena_info",),
         decode=("baton_worker_arena_info",),
     ),
     _alias(
-        "time_to_first_token_seconds", _BUCKETS, "Time to first token.",
+        "vllm:time_to_first_token_seconds", _BUCKETS, "Time to first token.",
         gateway=("baton_time_to_first_token_seconds",),
     ),
     _alias(
-        "e2e_request_latency_seconds", _BUCKETS, "From receipt to the last byte.",
+        "vllm:e2e_request_latency_seconds", _BUCKETS, "From receipt to the last byte.",
         gateway=("baton_e2e_request_latency_seconds",),
     ),
     _alias(
-        "time_per_output_token_seconds", _BUCKETS, "Mean time between tokens of an answer.",
+        "vllm:time_per_output_token_seconds", _BUCKETS, "Mean time between tokens of an answer.",
         gateway=("baton_request_time_per_output_token_seconds",),
         decode=("baton_inter_token_latency_seconds",),
     ),
     _alias(
-        "request_time_per_output_token_seconds", _BUCKETS, "Mean time between tokens of an answer.",
+        "vllm:request_time_per_output_token_seconds", _BUCKETS,
+        "Mean time between tokens of an answer.",
         gateway=("baton_request_time_per_output_token_seconds",),
     ),
     _alias(
-        "inter_token_latency_seconds", _BUCKETS, "Time between two tokens of a sequence.",
+        "vllm:inter_token_latency_seconds", _BUCKETS, "Time between two tokens of a sequence.",
         decode=("baton_inter_token_latency_seconds",),
     ),
     _alias(
-        "request_queue_time_seconds", _BUCKETS, "Waiting before computation.",
+        "vllm:request_queue_time_seconds", _BUCKETS, "Waiting before computation.",
         gateway=("baton_request_queue_time_seconds",),
         prefill=("baton_prefill_queue_wait_seconds",),
     ),
     _alias(
-        "request_prefill_time_seconds", _BUCKETS, "Prefill of a request.",
+        "vllm:request_prefill_time_seconds", _BUCKETS, "Prefill of a request.",
         gateway=("baton_request_prefill_time_seconds",),
         prefill=("baton_prefill_compute_seconds",),
     ),
     _alias(
-        "request_decode_time_seconds", _BUCKETS, "Decode of a request.",
+        "vllm:request_decode_time_seconds", _BUCKETS, "Decode of a request.",
         gateway=("baton_request_decode_time_seconds",),
     ),
     _alias(
-        "request_prompt_tokens", _BUCKETS, "Prompt tokens of a request.",
+        "vllm:request_prompt_tokens", _BUCKETS, "Prompt tokens of a request.",
         gateway=("baton_request_prompt_tokens",),
     ),
     _alias(
-        "request_generation_tokens", _BUCKETS, "Output tokens of a request.",
+        "vllm:request_generation_tokens", _BUCKETS, "Output tokens of a request.",
         gateway=("baton_request_output_tokens",),
     ),
     _alias(
-        "iteration_tokens_total", _BUCKETS, "Tokens of one step.",
+        "vllm:iteration_tokens_total", _BUCKETS, "Tokens of one step.",
         decode=("baton_decode_step_tokens",),
     ),
     _alias(
-        "prompt_tokens", _SUM, "Prompt tokens, found and computed.",
+        "vllm:prompt_tokens", _SUM, "Prompt tokens, found and computed.",
         gateway=("baton_prompt_tokens",),
         prefill=("baton_prefill_computed_tokens", "baton_prefill_hit_tokens"),
     ),
     _alias(
-        "generation_tokens", _SUM, "Output tokens.",
+        "vllm:generation_tokens", _SUM, "Output tokens.",
         gateway=("baton_output_tokens",),
         decode=("baton_decode_output_tokens",),
     ),
     _alias(
-        "request_success", _SUM, "Finished answers.", {"finish_reason": "finished_reason"},
+        "vllm:request_success", _SUM, "Finished answers.", {"finish_reason": "finished_reason"},
         gateway=("baton_answers",),
     ),
     _alias(
-        "prefix_cache_queries", _SUM, "Prompt tokens looked for in the cache.",
+        "vllm:prefix_cache_queries", _SUM, "Prompt tokens looked for in the cache.",
         gateway=("baton_prompt_tokens",),
         prefill=("baton_prefill_computed_tokens", "baton_prefill_hit_tokens"),
     ),
     _alias(
-        "prefix_cache_hits", _SUM, "Prompt tokens found in the cache.",
+        "vllm:prefix_cache_hits", _SUM, "Prompt tokens found in the cache.",
         gateway=("baton_cached_prompt_tokens",),
         prefill=("baton_prefill_hit_tokens",),
     ),
     _alias(
-        "num_preemptions", _SUM, "Sequences ended for want of a page.",
+        "vllm:num_preemptions", _SUM, "Sequences ended for want of a page.",
         decode=("baton_decode_preemptions",),
     ),
 )  # fmt: skip

@@ -32,7 +32,12 @@ MODULE_RATCHET: dict[str, int] = {}
 
 # Names that others gave: they are spelt as their owners spell them.
 FOREIGN_GENERATION_NAMES = frozenset(
-    {"vllm:generation_tokens", "vllm_generation_tokens", "generation_config"}
+    {
+        "vllm:generation_tokens",
+        "vllm:request_generation_tokens",
+        "vllm_generation_tokens",
+        "generation_config",
+    }
 )
 
 # Where protobuf messages may be seen; everything behind gets frozen dataclasses.
