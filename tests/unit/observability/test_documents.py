@@ -31,7 +31,7 @@ def families_text() -> str:
         name = f"`{family.shown_name}`"
         lines.append(f"| {name} | {family.kind} | {labels} | {services} | {family.help_text} |")
     lines += ["", "| vLLM's name | read from |", "| --- | --- |"]
-    lines += [f"| `{alias.name}` | {_sources(alias)} |" for alias in ALIASES]
+    lines += [f"| `{alias.shown_name}` | {_sources(alias)} |" for alias in ALIASES]
     return "\n".join([*lines, "", ""])
 
 

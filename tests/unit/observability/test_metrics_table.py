@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from baton.errors import Reason
 from baton.metrics import Metrics
@@ -184,6 +185,15 @@ def test_openmetrics_names_the_trace_of_a_slow_request() -> None:
     plain, kind = metrics.negotiated("text/plain")
     assert kind.startswith("text/plain")
     assert trace.trace_id not in plain.decode()
+
+
+def test_openmetrics_own_parser_reads_the_whole_page() -> None:
+    """Aliases and followed counters are shown by collectors of ours: the form must hold too."""
+    metrics = gateway_metrics()
+    show_vllm_names(metrics, "m")
+    text, _kind = metrics.negotiated("application/openmetrics-text")
+    names = {family.name for family in text_string_to_metric_families(text.decode())}
+    assert {"vllm:request_success", "baton_handoffs", "baton_stage_seconds"} <= names
 
 
 def rule_expressions() -> dict[str, str]:
