@@ -9,6 +9,7 @@ attributes pass `baton.redaction`. With tracing off a span costs one comparison.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import re
 import secrets
 import time
@@ -335,6 +336,8 @@ def start_tracing(service: str, *, is_enabled: bool = True) -> Tracing:
     """Sets up this process's tracing; call once, beside `configure_logging`."""
     global _process
     _process = Tracing(service, is_enabled=is_enabled, has_export=True)
+    # The exporter sends in batches: what is left goes out when the process ends.
+    atexit.register(_process.flush)
     return _process
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from baton.cli.trace import BLOCKS, bar, summary, waterfall
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
 from baton.tracing import Tracing, format_traceparent, new_trace, record_span, span, start_tracing
+from baton.tracing_sdk import ENDPOINT_VARIABLES, open_exporter
 from baton.tracing_store import SPANS_PER_TRACE_MAX, Finished, SpanRecord, TraceStore
 from baton.tracing_tree import TreeSpan, covered_s, in_order, process_spans, spans_of, steps
 
@@ -86,6 +88,42 @@ def test_the_store_is_bounded_and_keeps_failures_whole(
         assert bool(kept) >= (is_sampled or is_error)
         assert store.kept <= 8
         assert store.kept == len(store.all())
+
+
+class Exporter:
+    """Takes spans as the SDK's batching exporter does."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.is_shut_down = False
+
+    def on_end(self, one: Any) -> None:
+        self.names.append(one.name)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def test_an_exporter_gets_what_is_kept_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans that were held back follow once their trace fails."""
+    exporter = Exporter()
+    monkeypatch.setattr("baton.tracing_sdk.open_exporter", lambda: exporter)
+    tracing = Tracing("gateway", has_export=True)
+    sampled, unsampled = new_trace(), new_trace(is_sampled=False)
+    tracing.record("a", sampled, (0.0, 1.0))
+    tracing.record("b", unsampled, (0.0, 1.0))
+    assert exporter.names == ["a"]
+    tracing.record("c", unsampled, (1.0, 2.0), failed="QUEUE_FULL")
+    assert exporter.names == ["a", "b", "c"]
+    tracing.flush()
+    assert exporter.is_shut_down
+
+
+def test_without_an_endpoint_there_is_no_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing leaves a process that nobody told where to."""
+    for name in ENDPOINT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert open_exporter() is None
 
 
 # --- the tree ------------------------------------------------------------------------------------
