@@ -84,7 +84,8 @@ def test_aligned_joint_shares_and_unaligned_joint_copies_one_block() -> None:
 
 def refused(segments: list[Segment], **kwargs: object) -> ServiceError:
     with pytest.raises(ServiceError) as caught:
-        splice(segments, **kwargs)  # type: ignore[arg-type] - a table of cases
+        # A table of cases.
+        splice(segments, **kwargs)  # type: ignore[arg-type]
     return caught.value
 
 
