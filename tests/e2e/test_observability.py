@@ -36,6 +36,8 @@ TENANTS = f"""
 tenants:
   - name: red
     keys: [{KEY}]
+  - name: blue
+    keys: [key-of-blue]
 """
 TRACE_SHARE_MIN = 0.98
 STAGE_ERROR_MAX = 0.05
@@ -322,8 +324,11 @@ def test_another_tenant_sees_no_trace(cluster: RunningCluster, client: httpx.Cli
     answer = client.post(CHAT, json=body("Hi", max_tokens=1))
     request_id = answer.headers["x-baton-request-id"]
     fetched(client, request_id)
-    stranger = httpx.get(f"{cluster.url}/debug/traces/{request_id}", trust_env=False)
-    assert stranger.status_code == 401
+    url = f"{cluster.url}/debug/traces/{request_id}"
+    assert httpx.get(url, trust_env=False).status_code == 401
+    other = {"authorization": "Bearer key-of-blue"}
+    assert httpx.get(url, headers=other, trust_env=False).status_code == 404
+    assert client.get(url).status_code == 200
     assert client.get("/debug/traces/nobody").status_code == 404
 
 
