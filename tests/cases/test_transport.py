@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from baton.errors import Reason, ServiceError
+from baton.testing.cluster import running_cluster
+from tests.cases.conftest import tenants_file
 from tests.cases.door import KEY_B, reset
 from tests.cases.replay import (
     CAPITAL,
@@ -146,3 +150,27 @@ def test_c97_computing_never_stops_the_listening(calm: Replay) -> None:
     }
     assert all(most < 0.25 and longest < 1.0 for most, longest in worst.values()), worst
     calm.settles(5.0)
+
+
+LOOP_BUSY_MAX_S = 0.25
+"""asyncio warns above 0.1 s; shared cores take their part of that."""
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
+    """A cluster whose event loops say when a step of theirs takes long."""
+    monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
+    flags = ("--tenants-file", tenants_file(tmp_path))
+    with running_cluster(tmp_path / "run", *flags) as cluster:
+        yield Replay(cluster)
+
+
+@pytest.mark.more
+def test_c97_no_step_of_an_event_loop_takes_long(watched: Replay) -> None:
+    """Transport: after the start, while a long prompt is read and answered, loops only listen."""
+    at_start = {part: len(watched.cluster.log(part)) for part in watched.parts()}
+    body = completion([777, *[LETTER_A] * 3000], max_tokens=30, ignore_eos=True)
+    assert watched.call(COMPLETIONS, body, timeout_s=120).status == 200
+    for part, start in at_start.items():
+        said = re.findall(r"took ([0-9.]+) seconds", watched.cluster.log(part)[start:])
+        assert [one for one in said if float(one) > LOOP_BUSY_MAX_S] == [], part
