@@ -148,7 +148,7 @@ class RedisLink:
             while not self._stopping.is_set():
                 await self._exchange(connection, await self._next_batch())
         except Exception as error:  # noqa: BLE001  # whatever a store sends, the gateway goes on
-            return type(error).__name__
+            return _kind(error)
         finally:
             self._is_up, self._sent_s = False, None
             while self._orders:
@@ -218,6 +218,15 @@ class RedisLink:
         if self._was_up is not False and not self._stopping.is_set():
             _log.warning("redis_lost", reason=fault, remedy="limits are this gateway's own now")
         self._was_up = False
+
+
+def _kind(error: BaseException) -> str:
+    """The kind of the first cause: redis wraps a refused password into a lost connection. Texts are
+    left out, they are the other side's.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return type(error).__name__
 
 
 def backoff_s(failures: int) -> float:
