@@ -198,11 +198,20 @@ class Runner:
             raise ServiceError(
                 Reason.ALREADY_EXISTS, "this request id runs another log here", field="request_id"
             )
+        known = {member.order.log.generation}
+        if sequence is not None:
+            known.add(sequence.log.generation)
+        is_same = sequence is not None or order.next_index == member.order.next_index
+        if order.log.generation not in known or not is_same:
+            # Another worker had the log meanwhile: what runs here is over, and ends first.
+            error = ServiceError(
+                Reason.STALE_GENERATION,
+                "an older run of this request ends here; ask again in a moment",
+                retry_after_s=IDLE_TURN_S,
+            )
+            self._lose(member, error)
+            raise error
         if sequence is None:
-            if order.next_index != member.order.next_index:
-                raise ServiceError(
-                    Reason.ALREADY_EXISTS, "the sequence is just joining; ask again in a moment"
-                )
             member.outbox, member.orphaned_s = outbox, None
             return
         if order.next_index > sequence.delivered_tokens:

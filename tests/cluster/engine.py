@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from baton.engine.transformer import ComputeCancelled
 from baton.kv.layout import KvDtype, KvGeometry, page_view
 from tests.cluster.loop import LoopClock
+from tests.cluster.network import Node
 
 VOCABULARY: Final = 96
 BLOCK: Final = 8
@@ -130,11 +131,13 @@ class ScriptedEngine:
 
 
 class SlowThread:
-    """Fits where a `WorkThread` is wanted: jobs in order, each after a while, always to its end."""
+    """Fits where a `WorkThread` is wanted: jobs in order, each after a while, always to its end.
 
-    def __init__(self, clock: LoopClock, seconds: Callable[[], float]) -> None:
+    While its node is frozen nothing is computed; the job under way is done when it wakes.
+    """
 
-        self._clock, self._seconds = clock, seconds
+    def __init__(self, node: Node, clock: LoopClock, seconds: Callable[[], float]) -> None:
+        self._node, self._clock, self._seconds = node, clock, seconds
         self._turn = asyncio.Lock()
         self.running = 0
 
@@ -148,6 +151,7 @@ class SlowThread:
             async with self._turn:
                 try:
                     await self._clock.pass_(self._seconds())
+                    await self._node.thawed()
                 except asyncio.CancelledError:
                     if on_cancel is not None:
                         on_cancel()

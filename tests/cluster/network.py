@@ -1,8 +1,8 @@
 """Calls between services in one process, over a network that delays, loses and cuts by seed.
 
 Owns nodes (their tasks, death and freezing) and channels that generated stubs take for gRPC's. The
-servicers behind them are the real ones. A frozen node sends and hears nothing, but what it computes
-goes on: the harshest late writer there is.
+servicers behind them are the real ones. A frozen node sends, hears and computes nothing; when it
+wakes it goes on where it stood: the late writer.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Node:
         self._thawed.set()
         for task in tuple(self._tasks):
             task.cancel()
+
+    async def thawed(self) -> None:
+        """Returns once it is not frozen."""
+        await self._thawed.wait()
 
     async def reachable(self) -> None:
         """Returns once it is not frozen; WORKER_LOST if it is dead."""

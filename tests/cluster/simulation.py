@@ -21,7 +21,7 @@ from baton.arena.append_stream import AppendLimits, AppendStream
 from baton.arena.client import KVStoreClient, WorkerIdentity
 from baton.capability import DEV_KEY, CapabilitySigner, CapabilityVerifier, Claims, Right
 from baton.engine.finish import EndRule
-from baton.errors import ServiceError
+from baton.errors import Reason, ServiceError
 from baton.ids import LOG_ID_BYTES
 from baton.kv.blocks import scope_secret
 from baton.kv.label import PairLabel
@@ -50,6 +50,7 @@ from services.gateway.opening import SequenceParts
 from services.gateway.planner import Planner, PlanRules
 from services.gateway.policy import PrefillMode
 from services.gateway.prefix_cache import PrefixCache
+from services.gateway.recovery import PASSING
 from services.gateway.registry import Registry, WorkerLoad, WorkerRecord, WorkerRole
 from services.gateway.request import CacheMode, EncodedPrompt, SequenceRequest, Tenant
 from services.gateway.sequence import Sequence
@@ -66,10 +67,11 @@ from services.kvstore.pages import PagePool
 from services.kvstore.prefix_rpc import PrefixCalls
 from services.kvstore.runtime import SWEEP_INTERVAL_S, Runtime
 from services.kvstore.servicer import Calls, KVStoreServicer
-from services.kvstore.state import AckLevel, Writer
+from services.kvstore.state import AckLevel, LogState, Writer
 from services.kvstore.store import Store
 from services.kvstore.worker_rpc import WorkerCalls
 from services.kvstore.workers import AttachedWorker
+from services.kvstore.writes import AppendItem
 from services.prefill.measures import PrefillMeasures
 from services.prefill.pipeline import Pipeline
 from services.prefill.scheduler import PromptScheduler
@@ -87,10 +89,13 @@ from tests.cluster.engine import (
 from tests.cluster.loop import LoopClock
 from tests.cluster.network import Network, Node
 
-PAGES: Final = 160
+PAGES: Final = 72
 LEASE_S: Final = 4.0
 TOKENIZER: Final = bytes(8)
 CONTEXT_MAX: Final = 256
+EXCUSES: Final = PASSING | {Reason.PAGES_EXHAUSTED, Reason.QUEUE_FULL}
+"""What a client may be told when things break; anything else is a fault of ours."""
+
 STORE_AT: Final = "kvstore-0"
 LABEL: Final = PairLabel(
     model=bytes(16),
@@ -184,16 +189,54 @@ class Report:
     freezes: int = 0
 
 
-class Simulation:
-    """One run. `loss`: the share of messages that break their call."""
+def _watch_generations(store: Store) -> None:
+    """Every write that is taken was made at the generation its log has at that moment."""
+    append, checkpoint, seal = store.writes.append, store.writes.checkpoint, store.writes.seal
 
-    def __init__(self, seed: int, *, loss: float, requests: int = 6, faults: int = 3) -> None:
+    def newest(log_id: bytes, generation: int) -> None:
+        assert generation == store.core.logs[log_id].generation, "an old generation wrote"
+
+    def appended(item: AppendItem, worker_id: str, now_s: float) -> LogState:
+        log = append(item, worker_id, now_s)
+        newest(item.log_id, item.generation)
+        return log
+
+    def checkpointed(log_id: bytes, generation: int, *rest: Any) -> int:
+        end = checkpoint(log_id, generation, *rest)
+        newest(log_id, generation)
+        return end
+
+    def sealed(log_id: bytes, generation: int, *rest: Any) -> int:
+        position = seal(log_id, generation, *rest)
+        newest(log_id, generation)
+        return position
+
+    writes: Any = store.writes
+    writes.append, writes.checkpoint, writes.seal = appended, checkpointed, sealed
+
+
+class Simulation:
+    """One run. `loss`: the share of messages that break their call; `leaving`: of clients that do
+    not wait for the end; `rest_s`: when nothing may be held any more.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        loss: float,
+        requests: int = 6,
+        faults: int = 3,
+        leaving: float = 0.3,
+        rest_s: float = 30.0,
+    ) -> None:
         self.random = random.Random(seed)
         self.clock = LoopClock()
         self.network = Network(self.random, loss)
         self.pages = Pages(PAGES)
         self.report = Report()
         self._requests, self._faults = requests, faults
+        self._leaving, self._rest_s = leaving, rest_s
         self._workers: dict[str, Worker] = {}
         self._incarnations = itertools.count(1)
         self._signer = CapabilitySigner(DEV_KEY, self.clock)
@@ -249,6 +292,7 @@ class Simulation:
             journal=LogJournal(log, limits, bytes(16), LEASE_S),
         )
         store = Store(core, lambda scope: scope_secret(bytes(32), 1, scope))
+        _watch_generations(store)
         arena: Any = self.pages
         executor = _Inline()
         pages = PageWorker(arena, executor, lambda work: runtime.damaged(work))
@@ -328,8 +372,8 @@ class Simulation:
         channel: Any = self.network.pool(node).get(STORE_AT)
         engine: Any = ScriptedEngine(self.pages)
         arena: Any = self.pages
-        compute: Any = SlowThread(self.clock, lambda: self.random.choice((0.002, 0.01, 0.05)))
-        packing: Any = SlowThread(self.clock, lambda: self.random.choice((0.0005, 0.01)))
+        compute: Any = SlowThread(node, self.clock, lambda: self.random.choice((0.002, 0.01, 0.05)))
+        packing: Any = SlowThread(node, self.clock, lambda: self.random.choice((0.0005, 0.01)))
         return WorkerParts(
             identity=WorkerIdentity(
                 worker_id=name,
@@ -466,7 +510,7 @@ class Simulation:
             prompt=tuple(beginning + own),
             tokens=draw.randint(1, 24),
             starts_s=draw.uniform(0.0, 3.0),
-            leaves_s=draw.uniform(0.0, 2.0) if draw.random() < 0.3 else None,
+            leaves_s=draw.uniform(0.0, 2.0) if draw.random() < self._leaving else None,
             is_dropped=draw.random() < 0.3,
         )
 
@@ -542,11 +586,13 @@ class Simulation:
         self.network.loss = 0.0
         for node in self.network.nodes.values():
             node.thaw()
-        await self.clock.pass_(30.0)
+        await self.clock.pass_(self._rest_s)
         core = self.runtime.core
         core.check_invariants()
         counts = core.pool.counts()
-        assert (counts.granted, counts.quarantined) == (0, 0), counts
+        is_short = self._rest_s < LEASE_S
+        assert counts.granted == 0, counts
+        assert is_short or counts.quarantined == 0, counts
         assert len(core.leases) == 0
         assert self.parts.cleanup.pending == 0
         for worker in self._workers.values():
@@ -575,6 +621,7 @@ class Simulation:
             self.report.resumed += one.completed.resumed
             self.report.recomputed += one.completed.kv_source.value == "recomputed"
         elif one.error is not None:
+            assert one.error.reason in EXCUSES, one
             self.report.failed += 1
         else:
             self.report.cancelled += 1
