@@ -142,6 +142,7 @@ class RedisLink:
         connection: AbstractConnection = self._pool.connection_class(**self._pool.connection_kwargs)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                # redis leaves this one method without types.
                 await connection.connect()  # type: ignore[no-untyped-call]
                 await self._exchange(connection, [_Order(PING, None)])
             self._came_up()

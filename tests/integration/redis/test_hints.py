@@ -16,7 +16,6 @@ from services.gateway.hub import WorkerHub
 from services.gateway.registry import Registry, WorkerRecord, WorkerRole
 from services.gateway.registry_hints import (
     KIND,
-    RECORD_BYTES_MAX,
     VALUE_BYTES_MAX,
     RecordSeal,
     RegistryHints,
@@ -158,9 +157,3 @@ async def test_whatever_stands_in_redis_is_read_without_harm(
         await client.set(at("m-0") + "0", b"a longer name")
     assert await fresh.reads() == 1
     assert list(fresh.reasons()) == ["m-0"]
-
-
-def test_a_record_that_is_too_large_is_not_written() -> None:
-    """Every size has a bound, ours too."""
-    seal = RecordSeal(KEYS, LEASE_S)
-    assert seal.sealed(replace(MERGER, metrics_address="x" * RECORD_BYTES_MAX), 0.0) is None

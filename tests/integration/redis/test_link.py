@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from baton.capability import DEV_KEY
 from baton.clock import SystemClock
+from services.gateway import registry_store
 from services.gateway.registry_hints import KIND, RecordSeal
 from services.gateway.registry_store import QUEUE_MAX, RedisLink
 from services.gateway.shared_limits import HOLD_S, Claim, renewal
@@ -76,6 +77,23 @@ async def test_a_frozen_redis_costs_a_moment_and_two_lines(
         await within(found)
         await settled(link)
     assert [line["event"] for line in logs] == ["redis_lost", "redis_back"]
+
+
+async def test_who_comes_while_an_answer_is_owed_does_not_wait(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the connection counts as lost, it is already not asked any more."""
+    monkeypatch.setattr(registry_store, "BATCH_TIMEOUT_S", LONG_S)
+    with capture_logs() as logs:
+        async with running_link(redis_server.url) as link:
+            redis_server.freeze()
+            assert await link.ask([("PING",)]) is None
+            await until(lambda: not link.is_up)
+            assert await link.ask([("PING",)], LONG_S) is None
+            redis_server.thaw()
+            await until(lambda: link.is_up)
+            await settled(link)
+    assert [line["event"] for line in logs] == ["redis_connected"]
 
 
 async def test_a_killed_redis_is_found_again(link: RedisLink, redis_server: RedisServer) -> None:

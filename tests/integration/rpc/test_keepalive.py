@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+# The compiled library; its stubs do not name it.
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from baton.clock import SystemClock

@@ -13,8 +13,9 @@ from baton.errors import StartupError
 from baton.testing.clock import ManualClock
 from services.gateway.hub import WorkerHub
 from services.gateway.registry import HINTS_MAX, Registry, WorkerRecord, WorkerRole
-from services.gateway.registry_hints import RecordSeal
+from services.gateway.registry_hints import RECORD_BYTES_MAX, RecordSeal
 from services.gateway.registry_store import BACKOFF_MAX_S, RedisLink, backoff_s
+from services.gateway.registry_wire import record_to_bytes
 from services.gateway.shared_store import KeySpace
 
 KEYS = KeySpace(DEV_KEY)
@@ -86,6 +87,14 @@ def test_no_bit_of_a_value_can_be_changed(bit: int) -> None:
 def test_anything_else_is_no_value(value: object) -> None:
     """A reply can be of any type, an error among them."""
     assert opened(value) is None
+
+
+def test_a_value_is_bounded_even_when_its_seal_is_right() -> None:
+    """Another version may write more than this one reads."""
+    body = record_to_bytes(replace(RECORD, metrics_address="x" * RECORD_BYTES_MAX))
+    signed = round((NOW_S + 1.0) * 1000).to_bytes(8, "little") + body
+    assert opened(KEYS.mac(signed) + signed) is None
+    assert SEAL.sealed(replace(RECORD, metrics_address="x" * RECORD_BYTES_MAX), NOW_S) is None
 
 
 @hypothesis.given(strategies.binary(max_size=64))
