@@ -264,7 +264,7 @@ def peer_cases(path: Path, arguments: argparse.Namespace) -> list[Case]:
     cases = [
         transformers_case(model, context, batch, arguments.peer_tokens)
         for context in arguments.contexts
-        for batch in (1, 8)
+        for batch in sorted({1, 8} & set(arguments.batches))
     ]
     for context in arguments.contexts:
         if importlib.util.find_spec("llama_cpp") is not None:
