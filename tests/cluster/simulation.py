@@ -10,22 +10,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 
 from baton.arena.append_stream import AppendLimits, AppendStream
 from baton.arena.client import KVStoreClient, WorkerIdentity
-from baton.capability import DEV_KEY, CapabilitySigner, CapabilityVerifier, Claims, Right
+from baton.capability import DEV_KEY, CapabilitySigner, Claims, Right
 from baton.engine.finish import EndRule
 from baton.errors import Reason, ServiceError
 from baton.ids import LOG_ID_BYTES
-from baton.kv.blocks import scope_secret
-from baton.kv.label import PairLabel
-from baton.kv.layout import KvDtype
 from baton.kv.numeric import TORCH_F32
 from baton.metrics import Metrics
 from baton.sampling_parameters import SamplingParameters
@@ -54,24 +49,9 @@ from services.gateway.recovery import PASSING
 from services.gateway.registry import Registry, WorkerLoad, WorkerRecord, WorkerRole
 from services.gateway.request import CacheMode, EncodedPrompt, SequenceRequest, Tenant
 from services.gateway.sequence import Sequence
-from services.kvstore.access import Access
-from services.kvstore.append_rpc import AppendCalls
-from services.kvstore.core import Core, Limits
-from services.kvstore.identity import Identity
-from services.kvstore.lease import LeaseTable
-from services.kvstore.log.journal import LogJournal
-from services.kvstore.log_rpc import LogCalls
-from services.kvstore.measures import StoreMeasures
-from services.kvstore.page_worker import PageWorker
-from services.kvstore.pages import PagePool
-from services.kvstore.prefix_rpc import PrefixCalls
 from services.kvstore.runtime import SWEEP_INTERVAL_S, Runtime
-from services.kvstore.servicer import Calls, KVStoreServicer
-from services.kvstore.state import AckLevel, LogState, Writer
-from services.kvstore.store import Store
-from services.kvstore.worker_rpc import WorkerCalls
+from services.kvstore.state import Writer
 from services.kvstore.workers import AttachedWorker
-from services.kvstore.writes import AppendItem
 from services.prefill.measures import PrefillMeasures
 from services.prefill.pipeline import Pipeline
 from services.prefill.scheduler import PromptScheduler
@@ -88,131 +68,19 @@ from tests.cluster.engine import (
 )
 from tests.cluster.loop import LoopClock
 from tests.cluster.network import Network, Node
+from tests.cluster.parts import (
+    Asked,
+    Report,
+    Tokenizer,
+    Worker,
+)
+from tests.cluster.store import LABEL, LEASE_S, PAGES, TOKENIZER, simulated_store
 
-PAGES: Final = 72
-LEASE_S: Final = 4.0
-TOKENIZER: Final = bytes(8)
 CONTEXT_MAX: Final = 256
 EXCUSES: Final = PASSING | {Reason.PAGES_EXHAUSTED, Reason.QUEUE_FULL}
 """What a client may be told when things break; anything else is a fault of ours."""
 
 STORE_AT: Final = "kvstore-0"
-LABEL: Final = PairLabel(
-    model=bytes(16),
-    rope=bytes(16),
-    dtype=KvDtype.F32,
-    block_tokens=BLOCK,
-    tokenizer=TOKENIZER,
-    numeric_class=TORCH_F32,
-)
-
-
-class _Inline(Executor):
-    """Does the page work where it is given; the loop has no threads."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-class _MemoryLog:
-    """A log writer whose records are acked after a moment and kept nowhere."""
-
-    segment_count = 0
-    newest_lsn = 0
-
-    def __init__(self, clock: LoopClock, random_: random.Random) -> None:
-        self._clock, self._random = clock, random_
-        self.counters = SimpleNamespace(records=0, groups=0)
-
-    def submit(self, *_record: Any) -> None:
-        self.newest_lsn += 1
-
-    async def acked(self, _level: AckLevel) -> None:
-        await self._clock.pass_(self._random.choice((0.0005, 0.004)))
-
-    async def free_oldest(self) -> int:
-        return 0
-
-
-class _Tokenizer:
-    """Tokens spelt as numbers."""
-
-    def decode_bytes(self, token_id: int) -> bytes:
-        return f"{token_id} ".encode()
-
-    def is_special(self, _token_id: int) -> bool:
-        return False
-
-
-@dataclass(slots=True)
-class Asked:
-    """One request and what its client got."""
-
-    number: int
-    prompt: tuple[int, ...]
-    tokens: int
-    starts_s: float
-    leaves_s: float | None
-    is_dropped: bool
-    got: list[int] = field(default_factory=list)
-    completed: Completed | None = None
-    error: ServiceError | None = None
-    is_over: bool = False
-
-
-@dataclass(slots=True)
-class Worker:
-    """A worker process of the simulation."""
-
-    node: Node
-    record: WorkerRecord
-    parts: WorkerParts
-    runner: Runner | None
-    slot: int
-    beats: itertools.count[int] = field(default_factory=itertools.count)
-
-
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """What a run did, for tests that want to see that faults happened at all."""
-
-    completed: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    resumed: int = 0
-    recomputed: int = 0
-    stale_refused: int = 0
-    cuts: int = 0
-    crashes: int = 0
-    freezes: int = 0
-
-
-def _watch_generations(store: Store) -> None:
-    """Every write that is taken was made at the generation its log has at that moment."""
-    append, checkpoint, seal = store.writes.append, store.writes.checkpoint, store.writes.seal
-
-    def newest(log_id: bytes, generation: int) -> None:
-        assert generation == store.core.logs[log_id].generation, "an old generation wrote"
-
-    def appended(item: AppendItem, worker_id: str, now_s: float) -> LogState:
-        log = append(item, worker_id, now_s)
-        newest(item.log_id, item.generation)
-        return log
-
-    def checkpointed(log_id: bytes, generation: int, *rest: Any) -> int:
-        end = checkpoint(log_id, generation, *rest)
-        newest(log_id, generation)
-        return end
-
-    def sealed(log_id: bytes, generation: int, *rest: Any) -> int:
-        position = seal(log_id, generation, *rest)
-        newest(log_id, generation)
-        return position
-
-    writes: Any = store.writes
-    writes.append, writes.checkpoint, writes.seal = appended, checkpointed, sealed
 
 
 class Simulation:
@@ -278,48 +146,11 @@ class Simulation:
 
     def _store(self) -> Runtime:
         node = self._node(STORE_AT)
-        limits = Limits(
-            block_tokens=BLOCK,
-            kv_digest=LABEL.kv_digest(),
-            tokenizer_hash=TOKENIZER,
-            vocabulary_size=VOCABULARY,
-        )
-        log: Any = _MemoryLog(self.clock, self.random)
-        core = Core(
-            limits=limits,
-            pool=PagePool(PAGES),
-            leases=LeaseTable(LEASE_S),
-            journal=LogJournal(log, limits, bytes(16), LEASE_S),
-        )
-        store = Store(core, lambda scope: scope_secret(bytes(32), 1, scope))
-        _watch_generations(store)
-        arena: Any = self.pages
-        executor = _Inline()
-        pages = PageWorker(arena, executor, lambda work: runtime.damaged(work))
-        journal: Any = core.journal
-        runtime = Runtime(
-            store=store,
-            journal=journal,
-            writer=log,
-            arena=arena,
-            pages=pages,
-            clock=self.clock,
-            segments_max=16,
-        )
-        access = Access(CapabilityVerifier(DEV_KEY, self.clock), core)
-        identity = Identity(label=LABEL, geometry=GEOMETRY, model="sim", node_id="node-0")
-        nobody: Any = None
-        calls = Calls(
-            logs=LogCalls(runtime, access, identity),
-            appends=AppendCalls(runtime, access, StoreMeasures(Metrics("kvstore"))),
-            blobs=nobody,
-            prefixes=PrefixCalls(runtime, access, identity),
-            workers=WorkerCalls(runtime, access, identity, nobody),
-        )
-        node.servicer = KVStoreServicer(runtime, access, calls)
-        node.spawn(pages.run())
-        node.spawn(self._sweep(node, runtime))
-        return runtime
+        made = simulated_store(self.clock, self.random, self.pages)
+        node.servicer = made.servicer
+        node.spawn(made.page_worker.run())
+        node.spawn(self._sweep(node, made.runtime))
+        return made.runtime
 
     async def _sweep(self, node: Node, runtime: Runtime) -> None:
         while True:
@@ -385,7 +216,7 @@ class Simulation:
             ),
             model="sim",
             engine=engine,
-            tokenizer=_Tokenizer(),
+            tokenizer=Tokenizer(),
             rule=EndRule(end_token_ids=frozenset(), max_context=CONTEXT_MAX),
             vocabulary=VOCABULARY,
             arena=arena,

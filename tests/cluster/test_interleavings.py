@@ -13,7 +13,8 @@ import pytest
 
 from tests.cluster.loop import SimulatedLoop
 from tests.cluster.mutants import MUTANTS, QUIET, Plant
-from tests.cluster.simulation import Report, Simulation
+from tests.cluster.parts import Report
+from tests.cluster.simulation import Simulation
 
 LOSSES: Final = (0.0, 0.01, 0.05)
 """The share of lost messages, by seed."""
@@ -70,6 +71,6 @@ def test_planted_fault_is_found(mutant: Plant, monkeypatch: pytest.MonkeyPatch) 
         # Whatever comes of a planted bug, an assertion or a crash, is a find.
         try:
             simulate(seed, **QUIET.get(mutant, {}))
-        except (Exception, BaseExceptionGroup):  # noqa: BLE001
+        except (Exception, BaseExceptionGroup):  # noqa: BLE001 - see above
             return
     pytest.fail(f"{MUTANT_SEEDS_MAX} seeds passed with a bug in the code")
