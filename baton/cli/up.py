@@ -58,6 +58,14 @@ class PrefillMode(StrEnum):
     AUTO = "auto"
 
 
+class Kernel(StrEnum):
+    """What computes decode steps: torch, the native step kernel, or it where there is one."""
+
+    TORCH = "torch"
+    NATIVE = "native"
+    AUTO = "auto"
+
+
 class ClusterView:
     """One line per service: redrawn in place on a terminal, printed at each change elsewhere."""
 
@@ -168,7 +176,7 @@ async def _serve(
 
 def _invitation(http_url: str) -> str:
     body = (
-        '{"model": "smollm2", "stream": true, '
+        '{"model": "smollm2", "stream": true, "max_tokens": 100, '
         '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     )
     return (
@@ -231,6 +239,9 @@ def up(
             help="Bytes of the KV arena.",
         ),
     ] = None,
+    kernel: Annotated[
+        Kernel, typer.Option(envvar="BATON_UP_KERNEL", help="What computes decode steps.")
+    ] = Kernel.AUTO,
     chunk_tokens: Annotated[
         int, typer.Option(envvar="BATON_UP_CHUNK_TOKENS", min=1, max=8192, help="Prefill chunk.")
     ] = 256,
@@ -268,6 +279,7 @@ def up(
         decode_workers=decode,
         arena_bytes=arena_bytes,
         chunk_tokens=chunk_tokens,
+        kernel=kernel.value,
         prefill_mode=prefill_mode.value,
         run_dir=run_dir or default_run_dir(),
         arena_dir=arena_dir(run_dir or default_run_dir()),

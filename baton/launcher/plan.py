@@ -37,6 +37,7 @@ class ClusterOptions:
     block_tokens: int = 16
     chunk_tokens: int = 256
     prefill_mode: str = "auto"
+    kernel: str = "auto"
     log_level: str = "info"
     tenants_file: Path | None = None
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -185,7 +186,7 @@ class _Builder:
     def worker(self, role: str, index: int, gateways: str, kvstore: str, threads: int) -> ChildSpec:
         """A prefill or decode worker."""
         options = self._options
-        flags = (
+        flags: tuple[str, ...] = (
             *("--worker-id", f"{role}-{index}"),
             *("--model", options.model),
             *("--dtype", options.dtype),
@@ -194,6 +195,8 @@ class _Builder:
             *("--threads", str(threads)),
             *("--chunk-tokens", str(options.chunk_tokens)),
         )
+        if role == "decode":
+            flags = (*flags, "--kernel", options.kernel)
         environment = {
             # A capability is a secret: not in the process list.
             f"BATON_{role.upper()}_WORKER_CAPABILITY": self._worker_capability,

@@ -31,6 +31,7 @@ from baton.worker.attachment import Attachment
 from baton.worker.config import WorkerConfig
 from baton.worker.engine import WorkerParts
 from baton.worker.held_logs import RENEWAL_INTERVAL_MAX_S, RENEWALS_PER_LEASE, renew_once
+from baton.worker.kernel_choice import KernelWish
 from baton.worker.startup import WorkerOptions, capability_or_dev, software_version, start_worker
 
 _log = structlog.stdlib.get_logger("baton.worker")
@@ -92,7 +93,9 @@ class WorkerShell:
     capability: str
 
 
-async def open_shell(service: Service, config: WorkerConfig, role: Role) -> WorkerShell:
+async def open_shell(
+    service: Service, config: WorkerConfig, role: Role, kernel: KernelWish | None = None
+) -> WorkerShell:
     """Binds the port (so that a conflict is reported at once), then loads and attaches."""
     metrics = Metrics(role.value)
     server = build_server(
@@ -114,6 +117,7 @@ async def open_shell(service: Service, config: WorkerConfig, role: Role) -> Work
         kvstore=config.kvstore,
         capability=capability,
         context_max=config.context_max,
+        kernel=kernel or KernelWish(),
     )
     parts = await start_worker(options, pool.get(config.kvstore), service.clock)
     return WorkerShell(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,16 +23,20 @@ from baton.engine.config import ModelConfig, read_config
 from baton.engine.finish import EndRule
 from baton.engine.kv_pages import KvPages
 from baton.engine.label import build_label, torch_numeric_class, weight_hashes
+from baton.engine.step_kernel import StepKernel
 from baton.engine.transformer import Transformer, set_threads
 from baton.engine.weights import ComputeDtype, ModelWeights, load_weights
 from baton.errors import Reason, ServiceError, StartupError
 from baton.ids import new_incarnation
+from baton.kv.layout import KvGeometry
 from baton.models import resolve
 from baton.rpc.channel import Channel
 from baton.text.bundle import TextBundle
 from baton.worker.attachment import Waiting, attach_when_there
 from baton.worker.engine import WorkerParts
 from baton.worker.held_logs import HeldLogs
+from baton.worker.kernel_choice import KernelWish
+from baton.worker.kernel_engine import KernelEngine, open_kernel
 from baton.worker.threads import Progress, WorkThread
 from baton.worker.torch_engine import TorchEngine
 
@@ -53,6 +57,7 @@ class WorkerOptions:
     kvstore: str
     capability: str
     context_max: int | None = None
+    kernel: KernelWish = field(default_factory=KernelWish)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +107,9 @@ async def start_worker(
     try:
         model = await compute.run(lambda: _load(options))
         waiting = Waiting(options.kvstore, clock, asyncio.Event())
-        identity = _identity(options, model, await _block_tokens(store, waiting))
+        geometry = _geometry(model, await _block_tokens(store, waiting))
+        kernel = await compute.run(lambda: _kernel(options, model, geometry))
+        identity = _identity(options, model, geometry, kernel)
         attached = await attach_when_there(store, identity, waiting)
     except ServiceError as error:
         raise StartupError(
@@ -120,7 +127,7 @@ async def start_worker(
     return WorkerParts(
         identity=identity,
         model=model.name,
-        engine=TorchEngine(transformer),
+        engine=TorchEngine(transformer) if kernel is None else KernelEngine(transformer, kernel),
         tokenizer=model.bundle.tokenizer,
         rule=rule,
         vocabulary=model.config.vocabulary,
@@ -135,14 +142,27 @@ async def start_worker(
     )
 
 
-def _identity(options: WorkerOptions, model: _Model, block_tokens: int) -> WorkerIdentity:
-    geometry = model.config.kv_geometry(block_tokens, model.weights.dtype.kv_dtype)
+def _geometry(model: _Model, block_tokens: int) -> KvGeometry:
+    return model.config.kv_geometry(block_tokens, model.weights.dtype.kv_dtype)
+
+
+def _kernel(options: WorkerOptions, model: _Model, geometry: KvGeometry) -> StepKernel | None:
+    """The step kernel this worker decodes with, if it wants one; in the compute thread."""
+    return open_kernel(
+        model.path, geometry, model.weight_hashes, options.kernel, options.context_max
+    )
+
+
+def _identity(
+    options: WorkerOptions, model: _Model, geometry: KvGeometry, kernel: StepKernel | None
+) -> WorkerIdentity:
+    torch_class = torch_numeric_class(model.config, geometry.dtype)
     label = build_label(
         model.path,
         model.config,
         model.bundle.tokenizer_hash,
         geometry,
-        torch_numeric_class(model.config, geometry.dtype),
+        torch_class if kernel is None else kernel.class_,
     )
     return WorkerIdentity(
         worker_id=options.worker_id,

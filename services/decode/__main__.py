@@ -14,6 +14,7 @@ from baton.heartbeat import Load, Role
 from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
 from baton.tracing import start_tracing
+from baton.worker.kernel_choice import KernelWish
 from baton.worker.serving import STARTING_LEASE_S, Background, open_shell, serve_worker
 from services.decode.config import DecodeConfig
 from services.decode.joining import Joiner
@@ -29,7 +30,10 @@ NAME: Final = "decode"
 async def wire(service: Service, config: DecodeConfig) -> None:
     """Builds the worker and starts its parts."""
     faults.start_from(os.environ)
-    shell = await open_shell(service, config, Role.DECODE)
+    kernel = KernelWish(
+        choice=config.kernel, threads=config.threads, batch_max=config.active_sequences_max
+    )
+    shell = await open_shell(service, config, Role.DECODE, kernel)
     measures = DecodeMeasures(shell.metrics)
     slots = SlotScheduler(config.active_sequences_max)
     appends = AppendStream(

@@ -49,7 +49,7 @@ def test_the_openai_example_runs(cluster_f32: RunningCluster) -> None:
 def test_the_documented_curl_works(cluster_f32: RunningCluster) -> None:
     """What README shows is a valid request."""
     body = (
-        '{"model": "smollm2", "stream": true, '
+        '{"model": "smollm2", "stream": true, "max_tokens": 100, '
         '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     )
     answer = httpx.post(
