@@ -240,13 +240,15 @@ class Sequence:
                     handoff.received()
                     self._note_start(leg, started, began_s)
                 case Token() as token:
-                    heard_s = clock.monotonic_s()
+                    before_s, heard_s = heard_s, clock.monotonic_s()
                     leg.is_sealed = True
                     if token.usage is not None:
                         self._progress.usage = token.usage
                         leg.cached_tokens = token.usage.cached_tokens
                     await self._deliver(leg, token.delta)
                     if token.delta.finish is not None:
+                        # Its way from the worker is in no span of the worker's.
+                        record_span("last_token", current_trace(), (before_s, heard_s))
                         self._timeline.note(token.stage_seconds)
                         await self._complete(leg, token.delta.finish)
                         return None
@@ -268,6 +270,7 @@ class Sequence:
             progress.transfer_bytes += started.transfer_bytes
             progress.transport = started.transport or progress.transport
             return
+        record_span("local_prefill", current_trace(), (began_s, self._parts.clock.monotonic_s()))
         progress.exactness = started.exactness
         self._timeline.prefilled(began_s, started.stage_seconds, started.total_s)
 
