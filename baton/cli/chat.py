@@ -16,7 +16,14 @@ import httpx
 import typer
 
 from baton.cli.chat_stream import Answer, read_answer
-from baton.cli.console import CommandFailed, ExitCode, errors, show_error
+from baton.cli.console import (
+    CommandFailed,
+    ExitCode,
+    checked_text,
+    errors,
+    read_stdin,
+    show_error,
+)
 from baton.cli.gateway_http import (
     DEFAULT_URL,
     GatewayAddress,
@@ -87,7 +94,7 @@ class Conversation:
         Ctrl-C leaves the answer as far as it came and raises KeyboardInterrupt; closing the stream
         is what cancels it at the gateway. A failed turn is forgotten and can be asked again.
         """
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": checked_text(text, "the message")})
         answer = Answer()
         begin_s = self._clock.monotonic_s()
         first_s: float | None = None
@@ -158,7 +165,7 @@ def first_model(address: GatewayAddress) -> str:
 
 def read_piped() -> str:
     """All of stdin as one message."""
-    text = sys.stdin.read(MESSAGE_CHARS_MAX + 1)
+    text = read_stdin(MESSAGE_CHARS_MAX + 1)
     if len(text) > MESSAGE_CHARS_MAX:
         raise CommandFailed(f"stdin holds over {MESSAGE_CHARS_MAX} characters")
     if not text.strip():
@@ -222,7 +229,7 @@ def chat(
         message = message if message is not None else read_piped()
     settings = ChatSettings(
         model=model or first_model(address),
-        system=system,
+        system=None if system is None else checked_text(system, "--system"),
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

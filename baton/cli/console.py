@@ -41,6 +41,17 @@ class CommandFailed(Exception):
         return " ".join(". ".join(part.strip().rstrip(".") for part in parts).split())
 
 
+def read_stdin(chars_max: int) -> str:
+    """Stdin as text, at most `chars_max` characters of it; refused when it is not UTF-8."""
+    try:
+        # A C locale lets wrong bytes through as surrogates, a UTF-8 one raises.
+        return checked_text(sys.stdin.read(chars_max), "stdin")
+    except UnicodeDecodeError as problem:
+        raise CommandFailed(
+            "stdin is not UTF-8 text", remedy="convert it first", exit_code=ExitCode.USAGE
+        ) from problem
+
+
 def output() -> Console:
     """Where results go. Made anew each time, so that it follows a redirected stdout."""
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -49,6 +60,17 @@ def output() -> Console:
 def errors() -> Console:
     """Where problems and progress go."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def checked_text(text: str, name: str) -> str:
+    """`text` itself; refused when it holds bytes that are no UTF-8, which can be sent nowhere."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise CommandFailed(
+            f"{name} is not UTF-8 text", remedy="convert it first", exit_code=ExitCode.USAGE
+        ) from problem
+    return text
 
 
 def show_error(text: str) -> None:

@@ -6,7 +6,6 @@ Owns: the command line's view of `/v1/prefixes`. Never does: tokenise or splice.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -14,7 +13,7 @@ from urllib.parse import quote
 import typer
 from rich.table import Table
 
-from baton.cli.console import CommandFailed, ExitCode, output
+from baton.cli.console import CommandFailed, ExitCode, checked_text, output, read_stdin
 from baton.cli.gateway_http import DEFAULT_URL, GatewayAddress, KeyOption, UrlOption, call
 
 PATH = "/v1/prefixes"
@@ -35,7 +34,7 @@ def read_content(text: str | None, file: Path | None) -> str:
         text = _read_file(file)
     if not text.strip():
         raise CommandFailed("the prompt is empty", exit_code=ExitCode.USAGE)
-    if len(text.encode()) > TEXT_BYTES_MAX:
+    if len(checked_text(text, "the prompt").encode()) > TEXT_BYTES_MAX:
         raise CommandFailed(f"the prompt is over {TEXT_BYTES_MAX} bytes", exit_code=ExitCode.USAGE)
     return text
 
@@ -43,7 +42,7 @@ def read_content(text: str | None, file: Path | None) -> str:
 def _read_file(file: Path) -> str:
     try:
         if str(file) == "-":
-            return sys.stdin.read(TEXT_BYTES_MAX + 1)
+            return read_stdin(TEXT_BYTES_MAX + 1)
         with file.open(encoding="utf-8") as stream:
             return stream.read(TEXT_BYTES_MAX + 1)
     except (OSError, UnicodeDecodeError) as problem:

@@ -82,6 +82,18 @@ def test_empty_input_is_refused(run: Run, gateway: FakeGateway) -> None:
     assert gateway.seen == []
 
 
+def test_bytes_that_are_no_utf8_are_refused(run: Run, gateway: FakeGateway) -> None:
+    """They come in as surrogates, which no request can carry; a traceback told nobody why."""
+    piped = run("chat", "--url", gateway.url, stdin="\udcff\udcfe")
+    flag = run("chat", "--url", gateway.url, "--model", "m", "--message", "\udcff")
+    prompt = run("prefix", "publish", "x", "--url", gateway.url, "--text", "\udcff")
+    assert [ran.code for ran in (piped, flag, prompt)] == [2, 2, 2]
+    assert piped.err == "baton: stdin is not UTF-8 text. convert it first\n"
+    assert flag.err.startswith("baton: the message is not UTF-8")
+    assert prompt.err.startswith("baton: the prompt is not UTF-8")
+    assert not [seen for seen in gateway.seen if seen.method == "POST"]
+
+
 def test_a_conversation_remembers_resets_and_survives_errors(
     run: Run, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
