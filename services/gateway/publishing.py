@@ -88,7 +88,7 @@ class Publisher:
             raise ServiceError(
                 Reason.INVALID_REQUEST,
                 f"the content has {len(token_ids)} tokens that no later turn can change; a prefix "
-                f"needs at least {label.block_tokens}",
+                f"needs at least {label.block_tokens}; publish a longer one",
                 field="messages" if order.text is None else "text",
             )
         request = self._request(tenant, prompt)
