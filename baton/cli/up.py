@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -64,6 +65,15 @@ class Kernel(StrEnum):
     TORCH = "torch"
     NATIVE = "native"
     AUTO = "auto"
+
+
+class LogLevel(StrEnum):
+    """From which level on the services log."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 class ClusterView:
@@ -129,7 +139,13 @@ def ensure_model(name: str) -> None:
 
 
 def check_ports(options: ClusterOptions) -> None:
-    """Refuse a port that somebody else has, before anything is started."""
+    """Refuse a port that is given twice or that somebody else has, before anything is started."""
+    if options.http_port == options.grpc_port:
+        raise CommandFailed(
+            f"--http-port and --grpc-port are both {options.http_port}",
+            remedy="give two ports",
+            exit_code=ExitCode.USAGE,
+        )
     for flag, port in (("--http-port", options.http_port), ("--grpc-port", options.grpc_port)):
         if not is_free(options.host, port):
             raise CommandFailed(
@@ -139,7 +155,7 @@ def check_ports(options: ClusterOptions) -> None:
             )
 
 
-async def run_cluster(cluster: Supervisor, view: ClusterView, http_url: str) -> None:
+async def run_cluster(cluster: Supervisor, view: ClusterView, options: ClusterOptions) -> None:
     """Start, say where it serves, watch it until SIGINT or SIGTERM, stop."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -148,7 +164,7 @@ async def run_cluster(cluster: Supervisor, view: ClusterView, http_url: str) -> 
     started_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
         stopped = group.create_task(stop.wait())
-        served = group.create_task(_serve(cluster, view, stop, http_url, started_s))
+        served = group.create_task(_serve(cluster, view, stop, options, started_s))
         await asyncio.wait((stopped, served), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not served.done():
@@ -159,14 +175,19 @@ async def run_cluster(cluster: Supervisor, view: ClusterView, http_url: str) -> 
 
 
 async def _serve(
-    cluster: Supervisor, view: ClusterView, stop: asyncio.Event, http_url: str, started_s: float
+    cluster: Supervisor,
+    view: ClusterView,
+    stop: asyncio.Event,
+    options: ClusterOptions,
+    started_s: float,
 ) -> None:
+    http_url = f"http://{options.host}:{options.http_port}"
     try:
         async with cluster:
             view.settle()
             output().print(f"ready in {time.monotonic() - started_s:.1f} s: {http_url}/v1")
             # Soft: a wrapped command line could not be copied.
-            output().print(_invitation(http_url), markup=False, soft_wrap=True)
+            output().print(_invitation(http_url, options.run_dir), markup=False, soft_wrap=True)
             await cluster.wait()
     except ClusterFailed:
         # Children that end because the user said so are no failure.
@@ -174,7 +195,14 @@ async def _serve(
             raise
 
 
-def _invitation(http_url: str) -> str:
+def _down_command(run_dir: Path) -> str:
+    """The `baton down` that stops the cluster in `run_dir`."""
+    if run_dir == default_run_dir():
+        return "baton down"
+    return f"baton down --run-dir {shlex.quote(str(run_dir.absolute()))}"
+
+
+def _invitation(http_url: str, run_dir: Path) -> str:
     body = (
         '{"model": "smollm2", "stream": true, "max_tokens": 100, '
         '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
@@ -183,7 +211,7 @@ def _invitation(http_url: str) -> str:
         f"  talk:  baton chat --url {http_url}\n"
         f"  curl:  curl -N {http_url}/v1/chat/completions "
         f"-H 'content-type: application/json' -d '{body}'\n"
-        "  stop:  Ctrl-C, or `baton down` in another terminal"
+        f"  stop:  Ctrl-C, or `{_down_command(run_dir)}` in another terminal"
     )
 
 
@@ -205,10 +233,12 @@ def run_until_stopped(options: ClusterOptions) -> None:
             ClusterView(is_live=sys.stdout.isatty()) as view,
         ):
             cluster = prepare(options, held, on_change=view.show)
-            url = f"http://{options.host}:{options.http_port}"
-            asyncio.run(run_cluster(cluster, view, url))
+            asyncio.run(run_cluster(cluster, view, options))
     except RunDirBusy as problem:
-        raise CommandFailed(str(problem), remedy="stop it with `baton down`") from problem
+        raise CommandFailed(
+            str(problem),
+            remedy=f"stop it with `{_down_command(options.run_dir)}`, or give another --run-dir",
+        ) from problem
     except BaseExceptionGroup as group:
         raise_cluster_failure(group)
 
@@ -264,7 +294,7 @@ def up(
         Path | None,
         typer.Option(envvar="BATON_UP_TENANTS_FILE", exists=True, help="Tenants and their keys."),
     ] = None,
-    log_level: Annotated[str, typer.Option(envvar="BATON_UP_LOG_LEVEL")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(envvar="BATON_UP_LOG_LEVEL")] = LogLevel.INFO,
 ) -> None:
     """Run the whole cluster on this machine until Ctrl-C.
 
@@ -284,7 +314,7 @@ def up(
         run_dir=run_dir or default_run_dir(),
         arena_dir=arena_dir(run_dir or default_run_dir()),
         tenants_file=tenants_file,
-        log_level=log_level,
+        log_level=log_level.value,
     )
     run_until_stopped(options)
 
@@ -302,12 +332,12 @@ def down(
     where = run_dir or default_run_dir()
     pid = running_pid(where)
     if pid is None:
-        output().print(f"no cluster runs in {where}")
+        output().print(f"no cluster runs in {where}; --run-dir names another")
         return
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
-        output().print(f"no cluster runs in {where}")
+        output().print(f"no cluster runs in {where}; --run-dir names another")
         return
     try:
         signal.pidfd_send_signal(handle, signal.SIGTERM)
