@@ -67,6 +67,16 @@ class Kernel(StrEnum):
     AUTO = "auto"
 
 
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="BATON_UP_RUN_DIR",
+        show_default=str(default_run_dir()),
+        help="Logs, process ids, key and KV log.",
+    ),
+]
+
+
 class LogLevel(StrEnum):
     """From which level on the services log."""
 
@@ -282,14 +292,7 @@ def up(
             help="auto: apart, else where decode is; remote: apart only; local: never apart.",
         ),
     ] = PrefillMode.AUTO,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="BATON_UP_RUN_DIR",
-            show_default=str(default_run_dir()),
-            help="Logs, process ids, key and KV log.",
-        ),
-    ] = None,
+    run_dir: RunDirOption = None,
     tenants_file: Annotated[
         Path | None,
         typer.Option(envvar="BATON_UP_TENANTS_FILE", exists=True, help="Tenants and their keys."),
@@ -320,10 +323,7 @@ def up(
 
 
 def down(
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(envvar="BATON_UP_RUN_DIR", show_default=str(default_run_dir())),
-    ] = None,
+    run_dir: RunDirOption = None,
 ) -> None:
     """Stop the cluster that `baton up` runs in another terminal.
 

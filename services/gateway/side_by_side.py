@@ -55,8 +55,13 @@ async def _run(
         if ends_with_main:
             end_all()
 
-    async with asyncio.TaskGroup() as group:
-        tasks += [group.create_task(guarded(work)) for work in (guarded_main(), *others)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks += [group.create_task(guarded(work)) for work in (guarded_main(), *others)]
+    finally:
+        # A task that was ended before its first step never began its coroutine.
+        for work in (main, *others):
+            work.close()
     if failures:
         raise failures[0]
     return results[0]

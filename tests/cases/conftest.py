@@ -68,3 +68,11 @@ def drill(drill_cluster: RunningCluster) -> Iterator[Replay]:
     replay.is_whole(60.0)
     yield replay
     replay.is_whole(60.0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Field reports run on shared clusters for minutes: they belong to `make test-more`."""
+    folder = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(folder):
+            item.add_marker(pytest.mark.more)

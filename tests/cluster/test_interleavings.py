@@ -20,6 +20,8 @@ LOSSES: Final = (0.0, 0.01, 0.05)
 """The share of lost messages, by seed."""
 
 MUTANT_SEEDS_MAX: Final = 40
+QUICK_SEEDS: Final = 50
+"""Seeds of an ordinary run; the rest is marked more."""
 
 
 def simulate(seed: int, **options: Any) -> Report:
@@ -51,7 +53,13 @@ def test_same_seed_gives_the_same_run() -> None:
     assert simulate(7) == simulate(7)
 
 
-@pytest.mark.parametrize("first", range(0, 200, 25))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[] if first < QUICK_SEEDS else [pytest.mark.more])
+        for first in range(0, 200, 25)
+    ],
+)
 def test_every_interleaving_keeps_the_promises(first: int) -> None:
     """25 seeds a case; the seed of a failure stands in its traceback."""
     seen = [simulate(seed) for seed in range(first, first + 25)]

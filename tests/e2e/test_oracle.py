@@ -93,7 +93,10 @@ def test_local_prefill_equals_transformers(
         run_all(cluster.url, chosen)
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 64, 384, 4096])
+@pytest.mark.parametrize(
+    "chunk_tokens",
+    [16, pytest.param(64, marks=pytest.mark.more), pytest.param(384, marks=pytest.mark.more), 4096],
+)
 def test_chunk_size_never_changes_the_tokens(
     tmp_path: Path, golden_cases: list[dict[str, Any]], chunk_tokens: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +23,11 @@ async def drill(two_decodes: RunningCluster) -> AsyncIterator[Drill]:
     """The cluster, whole and at rest before and after."""
     async with drill_on(two_decodes) as drill:
         yield drill
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Drills kill and freeze real processes for minutes: they belong to `make test-more`."""
+    folder = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(folder):
+            item.add_marker(pytest.mark.more)
