@@ -209,10 +209,8 @@ def chat(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model name; default: the first.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens an answer has.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens an answer has.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.2,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,

@@ -26,7 +26,7 @@ from baton.cli.up import (
     ensure_model,
     raise_cluster_failure,
 )
-from baton.launcher.cluster import arena_dir, prepare
+from baton.launcher.cluster import arena_dir, prepare, remove_arena_dir
 from baton.launcher.plan import ClusterOptions
 from baton.launcher.rundir import RunDir
 from baton.launcher.supervisor import Supervisor
@@ -37,7 +37,7 @@ SYSTEM: Final = (
     "friendly: two or three sentences, plain words, no lists. If a question is unclear, explain "
     "what you assume. If you do not know the answer, say so."
 )
-QUESTIONS: Final = ("How do plants make food?", "What is gravity? 谢谢 🍎")
+QUESTIONS: Final = ("How do plants make food?", "What is gravity?")
 MAX_TOKENS: Final = 80
 STREAM_TIMEOUT_S: Final = 120.0
 
@@ -153,5 +153,6 @@ def demo(
             with RunDir(options.run_dir) as held, ClusterView(is_live=sys.stdout.isatty()) as view:
                 cluster = prepare(options, held, on_change=view.show)
                 asyncio.run(_run(cluster, view, f"http://127.0.0.1:{http_port}", max_tokens))
+            remove_arena_dir(options.arena_dir)
         except BaseExceptionGroup as group:
             raise_cluster_failure(group)

@@ -26,7 +26,7 @@ from baton import models
 from baton.cli.console import CommandFailed, ExitCode, output
 from baton.cli.models import pull_with_progress
 from baton.errors import Reason, ServiceError
-from baton.launcher.cluster import arena_dir, prepare
+from baton.launcher.cluster import arena_dir, prepare, remove_arena_dir
 from baton.launcher.plan import ClusterOptions
 from baton.launcher.ports import is_free
 from baton.launcher.rundir import RunDir, RunDirBusy, default_run_dir, running_pid
@@ -244,6 +244,7 @@ def run_until_stopped(options: ClusterOptions) -> None:
         ):
             cluster = prepare(options, held, on_change=view.show)
             asyncio.run(run_cluster(cluster, view, options))
+        remove_arena_dir(options.arena_dir)
     except RunDirBusy as problem:
         raise CommandFailed(
             str(problem),

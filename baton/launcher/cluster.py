@@ -5,6 +5,7 @@ Owns the order of the preparations. Used by `baton up`, `baton demo` and the end
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -35,6 +36,12 @@ def arena_dir(run_dir: Path) -> Path:
     """Where the arena of the cluster in `run_dir` lies: clusters side by side never share one."""
     name = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=4).hexdigest()
     return SHARED_MEMORY / f"baton-{os.getuid()}" / name
+
+
+def remove_arena_dir(path: Path) -> None:
+    """Remove a stopped cluster's arena directory; one that still holds something stays."""
+    with contextlib.suppress(OSError):
+        path.rmdir()
 
 
 def worker_capability(key: bytes) -> str:
