@@ -136,6 +136,30 @@ def test_c100_a_cancelled_request_stays_in_the_trace(calm: Replay) -> None:
     assert_one_tree(calm, trace_id, {"gateway", "prefill", "kvstore"})
 
 
+def test_c100_a_prefix_through_the_merger_stays_in_the_trace(calm: Replay) -> None:
+    """Observability: the splice of a published prefix is a span under the same root."""
+    system = {"role": "system", "content": "You answer in one short line, in plain words. " * 3}
+    published = calm.call("/v1/prefixes", {"name": "c100", "messages": [system]})
+    assert published.status in (200, 201), published.body
+    trace_id, headers = traced()
+    body = chat("hi", max_tokens=2)
+    body["messages"] = [system, *body["messages"]]
+    answer = calm.call(CHAT, body, headers=headers)
+    assert answer.body["baton"]["prefix_id"] == published.body["id"]
+    assert_one_tree(calm, trace_id, {*SERVICES, "merger"})
+    calm.call(f"/v1/prefixes/{published.body['id']}", method="DELETE")
+
+
+def test_c100_a_retry_elsewhere_stays_in_the_trace(drill: Replay) -> None:
+    """Observability: the first attempt fails at prefill; the second hangs under the same root."""
+    trace_id, headers = traced()
+    with drill.armed("prefill-0", "prefill.after_accept:fail:once"):
+        answer = drill.call(CHAT, chat("hi there", max_tokens=3), headers=headers)
+        assert drill.fired("prefill-0", "prefill.after_accept") == 1
+    assert answer.status == 200, answer.body
+    assert_one_tree(drill, trace_id, {"gateway", "kvstore", "decode"})
+
+
 def test_c100_every_answer_names_its_request(calm: Replay) -> None:
     """Observability: the id under which logs and traces are found is in each answer."""
     answers = together(*[lambda: calm.call(CHAT, chat("hi", max_tokens=1))] * 2)
