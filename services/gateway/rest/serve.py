@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from baton.errors import Reason, ServiceError
-from baton.tracing import span
+from baton.tracing import current_trace, record_span, span
 from services.gateway.answers import Events, Indexed, Member
 from services.gateway.core import GatewayCore
 from services.gateway.events import Completed, Event, FirstToken, TokenDelta
@@ -76,7 +76,9 @@ def accounted(core: GatewayCore, line: RequestLine) -> Iterator[None]:
 
 async def serve(core: GatewayCore, served: Served, receive: Receive, send: Send) -> None:
     """Answer; raises ServiceError while nothing was sent, ClientGone when nobody reads."""
-    await while_connected(receive, _Exchange(core, served, send).run())
+    exchange = _Exchange(core, served, send)
+    await while_connected(receive, exchange.run())
+    exchange.ended()
 
 
 class _Exchange:
@@ -88,6 +90,14 @@ class _Exchange:
         self._send = send
         self._usage = UsageTally(served.frame)
         self._sends = FirstSends(core.clock)
+        self._last_token_s: float | None = None
+
+    def ended(self) -> None:
+        """The client has it all and the watch over its connection is over."""
+        if self._served.stream.is_stream and self._last_token_s is not None:
+            # A stream's end has no call of its own: it is what follows the last token.
+            span_s = (self._last_token_s, self._core.clock.monotonic_s())
+            record_span("respond", current_trace(), span_s)
 
     async def run(self) -> None:
         async with self._core.run(self._served.members) as events:
@@ -116,6 +126,8 @@ class _Exchange:
     def _noted(self, item: Indexed) -> Event:
         """The event, accounted for; an answer's end with the times that this exchange saw."""
         event = item.event
+        if isinstance(event, TokenDelta):
+            self._last_token_s = self._core.clock.monotonic_s()
         if isinstance(event, Completed):
             event = self._sends.corrected(item.index, event)
             self._served.line.answers.append(event)
