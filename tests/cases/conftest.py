@@ -14,6 +14,10 @@ from baton.faults.switchboard import ENABLED_VARIABLE
 from baton.testing.cluster import RunningCluster, running_cluster
 from tests.cases.replay import TENANTS, Replay
 
+# Reports are about answers that are cut, killed or frozen half-way: the slower engine's steps leave
+# room for that.
+SLOW_STEPS = ("--kernel", "torch")
+
 
 def tenants_file(folder: Path) -> str:
     """A file of two tenants for a new cluster; skips where the bundled model is not cached."""
@@ -30,7 +34,7 @@ def tenants_file(folder: Path) -> str:
 def calm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """One worker of each kind, float32, two tenants; nobody breaks anything here."""
     folder = tmp_path_factory.mktemp("cases-calm")
-    flags = ("--dtype", "float32", "--tenants-file", tenants_file(folder))
+    flags = ("--dtype", "float32", "--tenants-file", tenants_file(folder), *SLOW_STEPS)
     with running_cluster(folder / "run", *flags) as cluster:
         yield cluster
 
@@ -40,6 +44,7 @@ def drill_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningC
     """Two decode workers, float32, two tenants, fault points enabled and none armed."""
     folder = tmp_path_factory.mktemp("cases-drill")
     flags = ("--dtype", "float32", "--tenants-file", tenants_file(folder), "--decode", "2")
+    flags = (*flags, *SLOW_STEPS)
     before = os.environ.get(ENABLED_VARIABLE)
     # The session fixture outlives any monkeypatch; children copy the environment when they start.
     os.environ[ENABLED_VARIABLE] = "1"

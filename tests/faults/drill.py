@@ -49,7 +49,15 @@ def drilled_cluster(folder: Path, *flags: str) -> Iterator[RunningCluster]:
     sizes = ("--arena-bytes", str(ARENA_BYTES), "--chunk-tokens", str(CHUNK_TOKENS))
     try:
         with running_cluster(
-            folder / "run", "--model", str(model), "--dtype", "float32", *sizes, *flags
+            folder / "run",
+            "--model",
+            str(model),
+            "--dtype",
+            "float32",
+            "--kernel",
+            "torch",
+            *sizes,
+            *flags,
         ) as cluster:
             yield cluster
     finally:
