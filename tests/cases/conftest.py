@@ -43,8 +43,8 @@ def calm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCl
 def drill_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """Two decode workers, float32, two tenants, fault points enabled and none armed."""
     folder = tmp_path_factory.mktemp("cases-drill")
-    flags = ("--dtype", "float32", "--tenants-file", tenants_file(folder), "--decode", "2")
-    flags = (*flags, *SLOW_STEPS)
+    shape = ("--dtype", "float32", "--decode", "2", *SLOW_STEPS)
+    flags = (*shape, "--tenants-file", tenants_file(folder))
     before = os.environ.get(ENABLED_VARIABLE)
     # The session fixture outlives any monkeypatch; children copy the environment when they start.
     os.environ[ENABLED_VARIABLE] = "1"
