@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 GAP_MIN = 1e-3
 CASES_MIN = 24
-VARIANT_NAMES = ("chinese", "emoji", "code_python", "exactly_16", "exactly_17", "long_1500")
 
 
 def complete(url: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -86,23 +85,22 @@ def test_local_prefill_equals_transformers(
     tmp_path: Path, golden_cases: list[dict[str, Any]]
 ) -> None:
     """The decode worker prefills by itself: the same tokens, and the answer says aggregated."""
-    chosen = [case for case in golden_cases if case["name"] in VARIANT_NAMES]
     with running_cluster(tmp_path, "--dtype", "float32", "--prefill-mode", "local") as cluster:
-        answer = complete(cluster.url, chosen[0])
+        answer = complete(cluster.url, golden_cases[0])
         assert answer["baton"]["kv_source"] == "local"
-        run_all(cluster.url, chosen)
+        compared, skipped = run_all(cluster.url, golden_cases)
+        assert compared > 10 * skipped, (compared, skipped)
 
 
 @pytest.mark.parametrize(
     "chunk_tokens",
-    [16, pytest.param(64, marks=pytest.mark.more), pytest.param(384, marks=pytest.mark.more), 4096],
+    [16, *(pytest.param(size, marks=pytest.mark.more) for size in (64, 384, 4096))],
 )
 def test_chunk_size_never_changes_the_tokens(
     tmp_path: Path, golden_cases: list[dict[str, Any]], chunk_tokens: int
 ) -> None:
     """Chunks are a schedule, not a result: every chunk attends to all earlier KV."""
-    chosen = [case for case in golden_cases if case["name"] in VARIANT_NAMES]
     flags = ("--dtype", "float32", "--chunk-tokens", str(chunk_tokens))
     with running_cluster(tmp_path, *flags) as cluster:
-        compared, _ = run_all(cluster.url, chosen)
-        assert compared > 0
+        compared, skipped = run_all(cluster.url, golden_cases)
+        assert compared > 10 * skipped, (compared, skipped)
