@@ -299,9 +299,7 @@ def test_a_trace_reaches_into_every_service_that_worked(client: httpx.Client) ->
 def test_stages_add_up_where_the_decode_worker_prefills(local_cluster: RunningCluster) -> None:
     """Aggregated serving has no call to prefill, but the same stages."""
     with httpx.Client(base_url=local_cluster.url, timeout=120.0, trust_env=False) as client:
-        request_id, last, _seconds = streamed(
-            client, body("Say how wind comes to be, please.", max_tokens=48)
-        )
+        request_id, last, _seconds = streamed(client, body("Say how wind comes to be, please."))
         share, _root = covered(spans_of(fetched(client, request_id)))
     assert last["baton"]["mode"] == "aggregated"
     assert stage_error(last) <= STAGE_ERROR_MAX
