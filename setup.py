@@ -1,7 +1,7 @@
-"""Builds the native step kernel while Baton is installed; everything else is in pyproject.toml.
+"""Builds the native libraries while Baton is installed; everything else is in pyproject.toml.
 
 Without a compiler or CMake the installation succeeds, says once what is lost, and decoding runs on
-torch.
+torch, the kvstore's log on Python.
 """
 
 import importlib.util
@@ -12,6 +12,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+STEP = "baton.engine.libbaton_step"
+LOG = "services.kvstore.log.libbaton_log"
+COPY = "baton.arena.libbaton_copy"
 
 
 def _builder():
@@ -24,8 +27,8 @@ def _builder():
     return module
 
 
-class BuildStepKernel(build_ext):
-    """One library with a plain C interface: no Python module, so CMake builds it, not distutils."""
+class BuildNative(build_ext):
+    """Libraries with a plain C interface, no Python modules: CMake builds them, not distutils."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """No ABI tag: the library does not know Python."""
@@ -34,11 +37,12 @@ class BuildStepKernel(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Where the sources were not shipped, or nothing can compile them, there is no library."""
         builder = _builder()
-        builder.build_or_warn(Path(self.get_ext_fullpath(ext.name)), ROOT / "native")
+        target = {LOG: builder.LOG, COPY: builder.COPY}.get(ext.name, builder.STEP)
+        builder.build_or_warn(Path(self.get_ext_fullpath(ext.name)), target.sources, target)
 
 
 setup(
-    cmdclass={"build_ext": BuildStepKernel},
+    cmdclass={"build_ext": BuildNative},
     # Optional: setuptools goes on when the file does not appear.
-    ext_modules=[Extension("baton.engine.libbaton_step", sources=[], optional=True)],
+    ext_modules=[Extension(name, sources=[], optional=True) for name in (STEP, LOG, COPY)],
 )

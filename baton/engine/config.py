@@ -7,15 +7,15 @@ keeps in a tensor instead of in its metadata.
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from baton.engine.gguf_meta import GgufHeader, TensorInfo, read_header
+from baton.engine.families import TRAITS, Family, Traits
+from baton.engine.gguf_meta import GgufHeader, read_header
 from baton.engine.model_fields import ModelFields, bad_model, read_json_object
+from baton.engine.rope_scaling import RopeScaling, directory_rope_scaling, gguf_rope_scaling
 from baton.kv.layout import KvDtype, KvGeometry
 
 LAYERS_MAX: Final = 1024
@@ -28,43 +28,17 @@ CONTEXT_MAX: Final = 1 << 24
 
 CONFIG_FILE: Final = "config.json"
 GENERATION_CONFIG_FILE: Final = "generation_config.json"
-ROPE_FACTORS_TENSOR: Final = "rope_freqs.weight"
-
-
-class Family(StrEnum):
-    """The architectures the forward pass knows."""
-
-    LLAMA = "llama"
-
-
-class RopeKind(StrEnum):
-    """How the rotation frequencies of a long-context model are scaled."""
-
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-    FACTORS = "factors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Scaling of the rotation frequencies.
-
-    `linear` divides all of them by `factor`; `llama3` blends by wavelength; `factors` divides each
-    by its own number (`factors` [head_dim / 2]), which is how GGUF stores llama3.
-    """
-
-    kind: RopeKind
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_context: int = 8192
-    factors: tuple[float, ...] = ()
+_CONTROL: Final = 3
+"""Of a GGUF token that is no text."""
+QWEN3_HEAD_DIM: Final = 128
+"""Of a config.json that does not say: not hidden / heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The numbers of one decoder-only model.
 
+    `rotary_dim` is how many elements of each head RoPE turns, the first; mostly all of them.
     `weights_format` is the storage type that holds most weights, in lower case (`q4_1`, `bf16`).
     `end_token_ids` may be empty when the files name none; `begin_token_id` may be None.
     """
@@ -75,6 +49,7 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_dim: int
+    rotary_dim: int
     intermediate: int
     vocabulary: int
     rope_theta: float
@@ -85,6 +60,11 @@ class ModelConfig:
     begin_token_id: int | None
     end_token_ids: tuple[int, ...]
     weights_format: str
+
+    @property
+    def traits(self) -> Traits:
+        """How the model's family differs from Llama."""
+        return TRAITS[self.family]
 
     @property
     def query_width(self) -> int:
@@ -124,38 +104,42 @@ def read_config(path: Path) -> ModelConfig:
 def config_from_gguf(header: GgufHeader) -> ModelConfig:
     """The configuration in a parsed GGUF header."""
     fields = ModelFields(header.path, header.metadata)
-    if fields.text("general.architecture") != Family.LLAMA:
-        raise fields.bad("general.architecture", "is not supported; only llama is")
-    if fields.whole("llama.expert_count", 0, 1 << 16, default=0):
-        raise fields.bad("llama.expert_count", "is not 0; mixtures of experts are not supported")
-    heads = fields.whole("llama.attention.head_count", 1, HEADS_MAX)
-    hidden = fields.whole("llama.embedding_length", 1, HIDDEN_MAX)
+    family = _family(fields, "general.architecture")
+    own = f"{family.value}."
+    if fields.whole(f"{own}expert_count", 0, 1 << 16, default=0):
+        raise fields.bad(f"{own}expert_count", "is not 0; mixtures of experts are not supported")
+    heads = fields.whole(f"{own}attention.head_count", 1, HEADS_MAX)
+    hidden = fields.whole(f"{own}embedding_length", 1, HIDDEN_MAX)
     head_dim = fields.whole(
-        "llama.attention.key_length", 1, HEAD_DIM_MAX, default=max(1, hidden // heads)
+        f"{own}attention.key_length", 1, HEAD_DIM_MAX, default=max(1, hidden // heads)
     )
-    for name in ("llama.attention.value_length", "llama.rope.dimension_count"):
-        if fields.whole(name, 1, HEAD_DIM_MAX, default=head_dim) != head_dim:
-            raise fields.bad(name, f"must equal the key length {head_dim}")
+    name = f"{own}attention.value_length"
+    if fields.whole(name, 1, HEAD_DIM_MAX, default=head_dim) != head_dim:
+        raise fields.bad(name, f"must equal the key length {head_dim}")
+    rotary_dim = _gguf_rotary_dim(fields, family, head_dim)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     token_count = len(tokens) if isinstance(tokens, list) and tokens else None
+    context = fields.whole(f"{own}context_length", 1, CONTEXT_MAX)
+    window = fields.whole(f"{own}attention.sliding_window", 0, CONTEXT_MAX, default=0)
     return _checked(
         fields,
         ModelConfig(
-            family=Family.LLAMA,
-            layers=fields.whole("llama.block_count", 1, LAYERS_MAX),
+            family=family,
+            layers=fields.whole(f"{own}block_count", 1, LAYERS_MAX),
             hidden=hidden,
             heads=heads,
-            kv_heads=fields.whole("llama.attention.head_count_kv", 1, HEADS_MAX, default=heads),
+            kv_heads=fields.whole(f"{own}attention.head_count_kv", 1, HEADS_MAX, default=heads),
             head_dim=head_dim,
-            intermediate=fields.whole("llama.feed_forward_length", 1, INTERMEDIATE_MAX),
-            vocabulary=fields.whole("llama.vocab_size", 1, VOCABULARY_MAX, default=token_count),
-            rope_theta=fields.real("llama.rope.freq_base", default=10_000.0),
-            rope_scaling=_gguf_rope_scaling(header, fields, head_dim),
-            rms_eps=fields.real("llama.attention.layer_norm_rms_epsilon"),
-            max_context=fields.whole("llama.context_length", 1, CONTEXT_MAX),
+            rotary_dim=rotary_dim,
+            intermediate=fields.whole(f"{own}feed_forward_length", 1, INTERMEDIATE_MAX),
+            vocabulary=fields.whole(f"{own}vocab_size", 1, VOCABULARY_MAX, default=token_count),
+            rope_theta=fields.real(f"{own}rope.freq_base", default=10_000.0),
+            rope_scaling=gguf_rope_scaling(header, fields, own, rotary_dim, context),
+            rms_eps=fields.real(f"{own}attention.layer_norm_rms_epsilon"),
+            max_context=min(context, window or context),
             has_tied_head="output.weight" not in header.tensors,
             begin_token_id=fields.optional_whole("tokenizer.ggml.bos_token_id"),
-            end_token_ids=_gguf_end_token_ids(fields),
+            end_token_ids=_gguf_end_token_ids(fields, header, family),
             weights_format=_commonest_format(header),
         ),
     )
@@ -164,34 +148,86 @@ def config_from_gguf(header: GgufHeader) -> ModelConfig:
 def config_from_directory(path: Path) -> ModelConfig:
     """The configuration in a Hugging Face model directory's config.json."""
     fields = ModelFields(path / CONFIG_FILE, read_json_object(path / CONFIG_FILE))
-    if fields.text("model_type") != Family.LLAMA:
-        raise fields.bad("model_type", "is not supported; only llama is")
-    _refuse_unsupported_llama(fields)
+    family = _family(fields, "model_type")
+    _refuse_unsupported(fields)
     heads = fields.whole("num_attention_heads", 1, HEADS_MAX)
     hidden = fields.whole("hidden_size", 1, HIDDEN_MAX)
+    head_dim = max(1, hidden // heads) if family is not Family.QWEN3 else QWEN3_HEAD_DIM
     rope = fields.nested("rope_parameters") or fields.nested("rope_scaling")
     theta = fields.real("rope_theta", default=10_000.0)
+    context = fields.whole("max_position_embeddings", 1, CONTEXT_MAX, default=2048)
+    head_dim = fields.whole("head_dim", 1, HEAD_DIM_MAX, default=head_dim)
+    rotary_dim = _directory_rotary_dim(fields, rope, family, head_dim)
+    scaling = None
+    if rope is not None:
+        scaling = directory_rope_scaling(fields, rope, family, rotary_dim, context)
     return _checked(
         fields,
         ModelConfig(
-            family=Family.LLAMA,
+            family=family,
             layers=fields.whole("num_hidden_layers", 1, LAYERS_MAX),
             hidden=hidden,
             heads=heads,
             kv_heads=fields.whole("num_key_value_heads", 1, HEADS_MAX, default=heads),
-            head_dim=fields.whole("head_dim", 1, HEAD_DIM_MAX, default=max(1, hidden // heads)),
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
             intermediate=fields.whole("intermediate_size", 1, INTERMEDIATE_MAX),
             vocabulary=fields.whole("vocab_size", 1, VOCABULARY_MAX),
             rope_theta=rope.real("rope_theta", default=theta) if rope else theta,
-            rope_scaling=_directory_rope_scaling(rope) if rope else None,
+            rope_scaling=scaling,
             rms_eps=fields.real("rms_norm_eps", default=1e-6),
-            max_context=fields.whole("max_position_embeddings", 1, CONTEXT_MAX, default=2048),
+            max_context=min(context, _directory_window(fields, family) or context),
             has_tied_head=fields.flag("tie_word_embeddings", default=False),
             begin_token_id=fields.optional_whole("bos_token_id"),
             end_token_ids=_directory_end_token_ids(path, fields),
             weights_format=_directory_format(fields),
         ),
     )
+
+
+def _family(fields: ModelFields, name: str) -> Family:
+    text = fields.text(name)
+    if text not in set(Family):
+        known = ", ".join(Family)
+        raise fields.bad(name, f"{text} is not supported; {known} are")
+    return Family(text)
+
+
+def _gguf_rotary_dim(fields: ModelFields, family: Family, head_dim: int) -> int:
+    name = f"{family.value}.rope.dimension_count"
+    count = fields.whole(name, 1, HEAD_DIM_MAX, default=head_dim)
+    if count != head_dim and not TRAITS[family].has_partial_rotary:
+        raise fields.bad(name, f"must equal the key length {head_dim}")
+    return _checked_rotary_dim(fields, name, count, head_dim)
+
+
+def _directory_rotary_dim(
+    fields: ModelFields, rope: ModelFields | None, family: Family, head_dim: int
+) -> int:
+    name = "partial_rotary_factor"
+    share = fields.real(name, default=1.0)
+    if rope is not None:
+        share = rope.real(name, default=share)
+    if share != 1.0 and not TRAITS[family].has_partial_rotary:
+        raise fields.bad(name, f"is not 1; heads of {family} are rotated whole here")
+    if not 0.0 < share <= 1.0:
+        raise fields.bad(name, f"{share} must be above 0, at most 1")
+    return _checked_rotary_dim(fields, name, int(head_dim * share), head_dim)
+
+
+def _checked_rotary_dim(fields: ModelFields, name: str, count: int, head_dim: int) -> int:
+    if not 2 <= count <= head_dim or (count != head_dim and count % 2):
+        raise fields.bad(name, f"makes RoPE turn {count} of {head_dim}; an even number can be")
+    return count
+
+
+def _directory_window(fields: ModelFields, family: Family) -> int | None:
+    """Tokens of the sliding window, if the model has one: attention here is over everything, which
+    is the same up to that length, so that a context ends there.
+    """
+    is_used = family is Family.PHI3 or fields.flag("use_sliding_window", default=False)
+    window = fields.whole("sliding_window", 0, CONTEXT_MAX, default=0)
+    return window if is_used and window else None
 
 
 def _checked(fields: ModelFields, config: ModelConfig) -> ModelConfig:
@@ -210,66 +246,16 @@ def _checked(fields: ModelFields, config: ModelConfig) -> ModelConfig:
     return config
 
 
-def _gguf_rope_scaling(
-    header: GgufHeader, fields: ModelFields, head_dim: int
-) -> RopeScaling | None:
-    kind = fields.text("llama.rope.scaling.type", default="none")
-    info = header.tensors.get(ROPE_FACTORS_TENSOR)
-    if kind == "none" and info is not None:
-        return RopeScaling(
-            kind=RopeKind.FACTORS, factors=_rope_factors(fields, info, head_dim // 2)
-        )
-    if kind == "none":
-        return None
-    if kind == "linear" and info is None:
-        return RopeScaling(
-            kind=RopeKind.LINEAR, factor=_scale_factor(fields, "llama.rope.scaling.factor")
-        )
-    raise fields.bad("llama.rope.scaling.type", f"{kind} is not supported; none and linear are")
-
-
-def _rope_factors(fields: ModelFields, info: TensorInfo, count: int) -> tuple[float, ...]:
-    if info.shape != (count,) or info.type is None or info.type.name != "F32":
-        raise fields.bad(ROPE_FACTORS_TENSOR, f"must be {count} numbers of type F32")
-    with fields.path.open("rb") as file:
-        file.seek(info.offset)
-        factors = struct.unpack(f"<{count}f", file.read(4 * count))
-    if not all(0.0 < factor < 1e6 for factor in factors):
-        raise fields.bad(ROPE_FACTORS_TENSOR, "must hold positive numbers")
-    return factors
-
-
-def _directory_rope_scaling(rope: ModelFields) -> RopeScaling | None:
-    kind = rope.text("rope_type", default=rope.text("type", default="default"))
-    if kind == "default":
-        return None
-    if kind == RopeKind.LINEAR:
-        return RopeScaling(kind=RopeKind.LINEAR, factor=_scale_factor(rope, "factor"))
-    if kind != RopeKind.LLAMA3:
-        raise rope.bad("rope_type", f"{kind} is not supported; default, linear and llama3 are")
-    scaling = RopeScaling(
-        kind=RopeKind.LLAMA3,
-        factor=_scale_factor(rope, "factor"),
-        low_freq_factor=_scale_factor(rope, "low_freq_factor"),
-        high_freq_factor=_scale_factor(rope, "high_freq_factor"),
-        original_max_context=rope.whole("original_max_position_embeddings", 1, CONTEXT_MAX),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise rope.bad("high_freq_factor", "must be above low_freq_factor")
-    return scaling
-
-
-def _scale_factor(fields: ModelFields, name: str) -> float:
-    factor = fields.real(name)
-    if not 0.0 < factor < 1e6:
-        raise fields.bad(name, f"{factor} must be a positive number")
-    return factor
-
-
-def _gguf_end_token_ids(fields: ModelFields) -> tuple[int, ...]:
+def _gguf_end_token_ids(fields: ModelFields, header: GgufHeader, family: Family) -> tuple[int, ...]:
     names = ("eos", "eot", "eom")
-    ids = (fields.optional_whole(f"tokenizer.ggml.{name}_token_id") for name in names)
-    return tuple(sorted({token_id for token_id in ids if token_id is not None}))
+    named = (fields.optional_whole(f"tokenizer.ggml.{name}_token_id") for name in names)
+    ids = {token_id for token_id in named if token_id is not None}
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    kinds = header.metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(kinds, list) and len(tokens) == len(kinds):
+        known = {text: index for index, text in enumerate(tokens) if kinds[index] == _CONTROL}
+        ids.update(known[text] for text in TRAITS[family].end_texts if text in known)
+    return tuple(sorted(ids))
 
 
 def _directory_end_token_ids(path: Path, fields: ModelFields) -> tuple[int, ...]:
@@ -281,7 +267,7 @@ def _directory_end_token_ids(path: Path, fields: ModelFields) -> tuple[int, ...]
     return tuple(sorted(ids))
 
 
-def _refuse_unsupported_llama(fields: ModelFields) -> None:
+def _refuse_unsupported(fields: ModelFields) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag(name, default=False):
             raise fields.bad(name, "is true; biases are not supported")

@@ -55,10 +55,18 @@ def build_label(
     )
 
 
-def torch_numeric_class(config: ModelConfig, dtype: KvDtype) -> NumericClass:
-    """The class of the torch path, which computes and stores KV in one type (f32 or bf16)."""
+def torch_numeric_class(
+    config: ModelConfig, kv: KvDtype, act: KvDtype | None = None
+) -> NumericClass:
+    """The class of the torch path with KV stored as `kv`.
+
+    It computes in the type that it stores (f32 or bf16), None, unless KV is int8: then in `act`,
+    and None is bf16.
+    """
+    if act is None:
+        act = KvDtype.BF16 if kv.has_scales else kv
     return NumericClass(
-        weights=config.weights_format, act=dtype.text, acc="f32", kv=dtype.text, is_invariant=False
+        weights=config.weights_format, act=act.text, acc="f32", kv=kv.text, is_invariant=False
     )
 
 
@@ -74,6 +82,8 @@ def rope_fields(config: ModelConfig) -> dict[str, ConfigValue]:
     None of the scalings we compute depends on a worker's own context limit, so it is not part.
     """
     fields: dict[str, ConfigValue] = {"theta": config.rope_theta, "head_dim": config.head_dim}
+    if config.rotary_dim != config.head_dim:
+        fields["rotary_dim"] = config.rotary_dim
     scaling = config.rope_scaling
     if scaling is None:
         return fields
@@ -84,6 +94,8 @@ def rope_fields(config: ModelConfig) -> dict[str, ConfigValue]:
         high_freq_factor=scaling.high_freq_factor,
         original_max_context=scaling.original_max_context,
     )
+    if scaling.attention_factor != 1.0:
+        fields["attention_factor"] = scaling.attention_factor
     return fields | {f"factors.{i:04d}": value for i, value in enumerate(scaling.factors)}
 
 

@@ -83,6 +83,13 @@ class ModelFields:
             raise self.bad(name, "must be a finite number of sensible size")
         return float(value)
 
+    def reals(self, name: str, count: int) -> tuple[float, ...]:
+        """The list `name` of exactly `count` finite numbers."""
+        value = self._present(name, None)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.bad(name, f"must be a list of {count} numbers")
+        return tuple(ModelFields(self.path, {name: item}).real(name) for item in value)
+
     def text(self, name: str, *, default: str | None = None) -> str:
         """The string `name`."""
         value = self._present(name, default)

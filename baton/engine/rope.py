@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies, the table of a worker, and the rotation.
 
-Owns the half-split form that Hugging Face uses (element i turns with element i + head_dim / 2).
+Owns the half-split form that Hugging Face uses (element i turns with element i + rotary_dim / 2;
+what lies beyond rotary_dim stays as it is).
 The table is made once at load from the config and the worker's maximum context and never changes:
 KV written by one worker is only readable by another because both have the same table.
 """
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.config import ModelConfig, RopeKind, RopeScaling
+from baton.engine.config import ModelConfig
+from baton.engine.rope_scaling import RopeKind, RopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeTable:
-    """Cosines and sines, float32 [max_context, head_dim]; the two halves repeat each other.
+    """Cosines and sines, float32 [max_context, rotary_dim]; the two halves repeat each other.
 
     The first half of `sine` is negated, so that a rotation is x * cosine + swapped(x) * sine.
     """
@@ -27,8 +29,8 @@ class RopeTable:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """The turn per position of each pair, float32 [head_dim / 2], scaling applied."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    """The turn per position of each pair, float32 [rotary_dim / 2], scaling applied."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
     plain = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
     if scaling is None:
@@ -58,16 +60,21 @@ def build_table(config: ModelConfig, max_context: int) -> RopeTable:
     """The table for positions 0 to max_context - 1."""
     positions = torch.arange(max_context, dtype=torch.int64).float()
     angles = torch.outer(positions, inverse_frequencies(config))
-    cosine, sine = angles.cos(), angles.sin()
+    scaling = config.rope_scaling
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    cosine, sine = angles.cos() * factor, angles.sin() * factor
     return RopeTable(
         cosine=torch.cat((cosine, cosine), dim=-1), sine=torch.cat((-sine, sine), dim=-1)
     )
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn `x` [tokens, heads, head_dim] by rows of the table [tokens, 1, head_dim].
+    """Turn `x` [tokens, heads, head_dim] by rows of the table [tokens, 1, rotary_dim].
 
     The result is float32: rounding to the KV type happens once, at the end.
     """
-    swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
-    return x * cosine + swapped * sine
+    width = cosine.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    swapped = torch.roll(turned, width // 2, dims=-1)
+    rotated = turned * cosine + swapped * sine
+    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)

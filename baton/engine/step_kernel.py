@@ -41,10 +41,18 @@ from baton.engine.step_kernel_abi import (
     step_error,
 )
 from baton.errors import Reason, ServiceError
-from baton.kv.layout import KvDtype
 from baton.kv.numeric import NumericClass
 
-_KV_CODES = {KvDtype.F16: 1, KvDtype.BF16: 2, KvDtype.F32: 3}
+_SHAPE_FIELDS = (
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "rotary_dim",
+    "intermediate",
+    "vocabulary",
+)
 
 _log = structlog.stdlib.get_logger("baton.engine")
 
@@ -99,6 +107,7 @@ class StepKernel:
         options = options or KernelOptions()
         self._ffi, self._library = load()
         self._kernel: Any = None
+        self._pages: KvPages | None = None
         weights, self._mode = _open_weights(path, options)
         self.config: ModelConfig = weights.config
         self._options = options
@@ -156,9 +165,16 @@ class StepKernel:
         self._library.bt_memory_use(self._live(), use)
         return KernelMemory(weight_bytes=use.weight_bytes, buffer_bytes=use.buffer_bytes)
 
+    def weight_bytes_view(self) -> memoryview:
+        """The packed matrices, writable: for tests of what one damaged byte does."""
+        size = self._ffi.new("uint64_t *")
+        base = self._library.bt_weight_memory(self._live(), size)
+        return memoryview(self._ffi.buffer(base, size[0]))
+
     @property
     def pages(self) -> KvPages:
         """The pages it computes over; assigning others takes effect with the next step."""
+        assert self._pages is not None, "the kernel was closed"
         return self._pages
 
     @pages.setter
@@ -171,8 +187,7 @@ class StepKernel:
                 f"{self._block_tokens} tokens a page",
                 field="kv_geometry",
             )
-        first = pages.layer(0)
-        base = self._ffi.cast("void *", first.data_ptr())
+        base = self._ffi.cast("void *", pages.address)
         code = self._library.bt_set_pages(self._live(), base, geometry.slot_bytes, pages.page_count)
         self._check(code, "pages")
         self._pages = pages
@@ -241,10 +256,13 @@ class StepKernel:
         return dict(zip(PHASES, times, strict=True))
 
     def close(self) -> None:
-        """End the threads and free all memory; the kernel is of no use afterwards."""
+        """End the threads and free all memory; the kernel is of no use afterwards, and refers to no
+        pages.
+        """
         if self._kernel is not None:
             self._ffi.release(self._kernel)
             self._kernel = None
+            self._pages = None
 
     # --- inside ---
 
@@ -302,27 +320,21 @@ class StepKernel:
 
     def _create(self, weights: KernelWeights, pages: KvPages) -> Any:
         config, options, geometry = self.config, self._options, pages.geometry
-        code = _KV_CODES.get(geometry.dtype)
-        if code is None:
-            raise ServiceError(
-                Reason.UNSUPPORTED,
-                f"KV type {geometry.dtype.text} is not computed by the step kernel",
-                field="dtype",
-            )
         self._block_tokens = geometry.block_tokens
         shape = self._ffi.new("bt_config *")
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate"):
+        for name in _SHAPE_FIELDS:
             setattr(shape, name, getattr(config, name))
-        shape.vocabulary = config.vocabulary
         shape.max_context = self.max_context
         shape.block_tokens = geometry.block_tokens
-        shape.kv = code
+        shape.kv = geometry.dtype.wire_code
         shape.activation = options.activation.code
         shape.isa = options.isa.code
         shape.batch_max = options.batch_max
         shape.threads = options.threads
         shape.prefetch_pages = options.prefetch_pages
         shape.has_tied_head = config.has_tied_head
+        shape.has_qkv_bias = config.traits.has_qkv_bias
+        shape.has_qk_norm = config.traits.has_qk_norm
         shape.rms_eps = config.rms_eps
         shape.weight_bytes = self._packed_bytes(weights)
         made = self._ffi.new("bt_kernel **")
@@ -346,17 +358,17 @@ class StepKernel:
                 self._live(), plan.role, plan.layer, plan.kind, source, rows.nbytes
             )
             self._check(code, plan.name)
-        for norm in weights.norms:
-            weight = weights.read_norm(norm)
+        for vector in weights.vectors:
+            weight = weights.read_vector(vector)
             source = self._ffi.from_buffer("float[]", weight)
-            code = self._library.bt_set_norm(
-                self._live(), norm.role, norm.layer, source, weight.size
+            code = self._library.bt_set_vector(
+                self._live(), vector.role, vector.layer, source, weight.size
             )
-            self._check(code, norm.name)
+            self._check(code, vector.name)
         self._fill_rope()
 
     def _fill_rope(self) -> None:
-        table, half = build_table(self.config, self.max_context), self.config.head_dim // 2
+        table, half = build_table(self.config, self.max_context), self.config.rotary_dim // 2
         cosine = table.cosine[:, half:].contiguous()
         sine = table.sine[:, half:].contiguous()
         code = self._library.bt_set_rope(

@@ -14,7 +14,7 @@ from typing import Any, Final
 from baton.engine.step_kernel_build import LIBRARY
 from baton.errors import Reason, ServiceError
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 3
 BATCH_LIMIT: Final = 64
 THREADS_LIMIT: Final = 64
 PHASES: Final = (
@@ -42,6 +42,9 @@ typedef struct bt_config {
     uint32_t threads;
     uint32_t prefetch_pages;
     uint32_t has_tied_head;
+    uint32_t has_qkv_bias;
+    uint32_t has_qk_norm;
+    uint32_t rotary_dim;
     float rms_eps;
     uint64_t weight_bytes;
 } bt_config;
@@ -58,12 +61,13 @@ int bt_create(const bt_config* config, bt_kernel** kernel);
 void bt_destroy(bt_kernel* kernel);
 int bt_set_matrix(bt_kernel* kernel, uint32_t role, uint32_t layer, uint32_t kind,
                   const void* source, uint64_t source_bytes);
-int bt_set_norm(bt_kernel* kernel, uint32_t role, uint32_t layer, const float* weight,
-                uint64_t items);
+int bt_set_vector(bt_kernel* kernel, uint32_t role, uint32_t layer, const float* weight,
+                  uint64_t items);
 int bt_set_rope(bt_kernel* kernel, const float* cosine, const float* sine, uint64_t items);
 int bt_set_pages(bt_kernel* kernel, void* base, uint64_t slot_bytes, uint64_t pages);
 int bt_seal(bt_kernel* kernel);
 void bt_memory_use(const bt_kernel* kernel, bt_memory* memory);
+uint8_t* bt_weight_memory(bt_kernel* kernel, uint64_t* bytes);
 int bt_step(bt_kernel* kernel, uint32_t batch, const int32_t* tokens, const int32_t* positions,
             const int32_t* tables, const uint32_t* table_ends, float* logits,
             int32_t* best_tokens, uint32_t* slot_crcs, uint32_t* culprit);
@@ -106,6 +110,11 @@ class Role(IntEnum):
     DOWN = 9
     ATTENTION_NORM = 10
     FEED_FORWARD_NORM = 11
+    QUERY_BIAS = 12
+    KEY_BIAS = 13
+    VALUE_BIAS = 14
+    QUERY_NORM = 15
+    KEY_NORM = 16
 
 
 class Kind(IntEnum):

@@ -6,44 +6,30 @@ between calls, so any worker with the pages continues any sequence. It never sam
 pages and never touches a page that the table does not name.
 
 Invariant: the residual stream, norms, RoPE, softmax and logits are float32; matrices, their inputs
-and KV are of the compute type. A sequence's result depends on its batch only by rounding.
+and KV are of the compute type (int8 KV becomes it between pages and attention). A sequence's result
+depends on its batch only by rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch.nn import functional
 
 from baton.engine.kv_pages import KvPages
 from baton.engine.label import torch_numeric_class
+from baton.engine.packed_linear import linear
+from baton.engine.prefill_plan import QUERY_BLOCK_ROWS, BatchPlan, ChunkSpan, plan_batch
+from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.rope import rotate
 from baton.engine.weights import LayerWeights, ModelWeights
 from baton.errors import Reason, ServiceError
 
-# Queries attend in blocks of this many rows, so that a long chunk neither computes the masked
-# half of its scores nor needs a mask of its own length squared.
-QUERY_BLOCK_ROWS: Final = 256
-
 
 class ComputeCancelled(Exception):
-    """`should_cancel` said yes between two layers; pages of the chunk may be partly written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ChunkPlan:
-    """Where one chunk's tokens go and what they see; the same for every layer."""
-
-    end: int
-    token_pages: torch.Tensor
-    token_slots: torch.Tensor
-    table: torch.Tensor
-    cosine: torch.Tensor
-    sine: torch.Tensor
-    masks: tuple[torch.Tensor, ...]
+    """Every chunk's `should_cancel` said yes between two layers; pages may be partly written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +54,9 @@ class Transformer:
     """One model over one set of pages. Not thread-safe: one thread calls it at a time."""
 
     def __init__(self, weights: ModelWeights, pages: KvPages) -> None:
-        geometry = weights.config.kv_geometry(pages.geometry.block_tokens, weights.dtype.kv_dtype)
+        own, kept = weights.dtype.kv_dtype, pages.geometry.dtype
+        kv = kept if kept.has_scales else own
+        geometry = weights.config.kv_geometry(pages.geometry.block_tokens, kv)
         if geometry != pages.geometry:
             raise ServiceError(
                 Reason.COMPAT_MISMATCH,
@@ -87,7 +75,8 @@ class Transformer:
 
     def numeric_class(self) -> str:
         """The numeric class text: stored weights, activations, accumulation, KV, invariance."""
-        return torch_numeric_class(self.config, self.weights.dtype.kv_dtype).text
+        kept, own = self.pages.geometry.dtype, self.weights.dtype.kv_dtype
+        return torch_numeric_class(self.config, kept, own).text
 
     @torch.inference_mode()
     def prefill_chunk(
@@ -103,9 +92,19 @@ class Transformer:
         `page_table` names (page i holds positions i * block_tokens and on). Returns float32
         [vocabulary]. Raises ServiceError INVALID_REQUEST naming the field, or ComputeCancelled.
         """
-        last = self._run_chunk(tokens, first_position, page_table, should_cancel)
-        last = self._feed_forward(self.weights.layers[-1], last)
-        return self._logits(last)[0]
+        logits = self.prefill_batch(
+            [
+                PromptChunk(
+                    tokens=tokens,
+                    first_position=first_position,
+                    page_table=page_table,
+                    wants_logits=True,
+                    should_cancel=should_cancel,
+                )
+            ]
+        )[0]
+        assert logits is not None
+        return logits
 
     @torch.inference_mode()
     def prefill_kv(
@@ -116,7 +115,16 @@ class Transformer:
         should_cancel: Callable[[], bool] | None = None,
     ) -> None:
         """Compute a chunk's KV only: `prefill_chunk` without logits, for all but the last chunk."""
-        self._run_chunk(tokens, first_position, page_table, should_cancel)
+        self.prefill_batch(
+            [
+                PromptChunk(
+                    tokens=tokens,
+                    first_position=first_position,
+                    page_table=page_table,
+                    should_cancel=should_cancel,
+                )
+            ]
+        )
 
     @torch.inference_mode()
     def decode_step(
@@ -135,33 +143,48 @@ class Transformer:
         for index, layer in enumerate(self.weights.layers):
             query = self._write_kv(layer, index, hidden, plan)
             attended = self._attend_step(index, query, plan)
-            hidden = hidden + functional.linear(attended, layer.attention_output)
+            hidden = hidden + linear(attended, layer.attention_output)
             hidden = self._feed_forward(layer, hidden)
         return self._logits(hidden)
 
-    def _run_chunk(
-        self,
-        tokens: Sequence[int],
-        first_position: int,
-        page_table: Sequence[int],
-        should_cancel: Callable[[], bool] | None,
-    ) -> torch.Tensor:
-        """All layers but the last one's feed-forward; returns its last row [1, hidden]."""
-        plan = self._plan_chunk(tokens, first_position, page_table)
-        hidden = self._embed(tokens)
-        last_layer = self.config.layers - 1
-        for index, layer in enumerate(self.weights.layers):
-            if should_cancel is not None and should_cancel():
-                raise ComputeCancelled
-            query = self._write_kv(layer, index, hidden, plan)
-            if index == last_layer:
-                # Only the last token's state is read after the last layer.
-                query, hidden = query[-1:], hidden[-1:]
-            attended = self._attend_chunk(index, query, plan)
-            hidden = hidden + functional.linear(attended, layer.attention_output)
-            if index != last_layer:
-                hidden = self._feed_forward(layer, hidden)
-        return hidden
+    @torch.inference_mode()
+    def prefill_batch(self, chunks: Sequence[PromptChunk]) -> list[torch.Tensor | None]:
+        """Compute chunks of different sequences in one pass, without padding.
+
+        Returns, for each chunk, float32 [vocabulary] where it wants logits. ServiceError
+        INVALID_REQUEST naming the field; ComputeCancelled once every chunk is cancelled: while one
+        is not, all are computed.
+        """
+        assert chunks, "a pass has a chunk"
+        rows = self._run_chunks(chunks)
+        if rows is None:
+            return [None] * len(chunks)
+        rows = self._feed_forward(self.weights.layers[-1], rows)
+        logits = iter(self._logits(rows))
+        return [next(logits) if chunk.wants_logits else None for chunk in chunks]
+
+    def _run_chunks(self, chunks: Sequence[PromptChunk]) -> torch.Tensor | None:
+        """All layers but the last one's feed-forward: the rows whose logits are wanted [n, hidden];
+        None when there are none.
+        """
+        for chunk in chunks:
+            self._check_tokens(chunk.tokens)
+            self._check_span(chunk.first_position, chunk.end, chunk.page_table)
+        plan = plan_batch(chunks, self.weights.rope, self.pages.geometry.block_tokens, self._dtype)
+        hidden = self._embed([token for chunk in chunks for token in chunk.tokens])
+        *earlier, last = self.weights.layers
+        for index, layer in enumerate(earlier):
+            _require_wanted(chunks)
+            attended = self._attend_chunks(index, self._write_kv(layer, index, hidden, plan), plan)
+            hidden = hidden + linear(attended, layer.attention_output)
+            hidden = self._feed_forward(layer, hidden)
+        _require_wanted(chunks)
+        query = self._write_kv(last, len(earlier), hidden, plan)
+        # After the last layer only the wanted rows are read.
+        if len(plan.last_rows) == 0:
+            return None
+        attended = self._attend_last(len(earlier), query, plan)
+        return hidden[plan.last_rows] + linear(attended, last.attention_output)
 
     def _embed(self, tokens: Sequence[int]) -> torch.Tensor:
         return self.weights.embedding[torch.tensor(tokens, dtype=torch.int64)]
@@ -170,38 +193,60 @@ class Transformer:
         return functional.rms_norm(hidden, weight.shape, weight, self.config.rms_eps)
 
     def _write_kv(
-        self, layer: LayerWeights, index: int, hidden: torch.Tensor, plan: _ChunkPlan | _StepPlan
+        self, layer: LayerWeights, index: int, hidden: torch.Tensor, plan: BatchPlan | _StepPlan
     ) -> torch.Tensor:
         """Project, rotate, write K and V into the pages; returns Q [tokens, heads, head_dim]."""
         config = self.config
         states = self._norm(hidden, layer.attention_norm).to(self._dtype)
-        projected = functional.linear(states, layer.query_key_value)
+        projected = linear(states, layer.query_key_value, layer.query_key_value_bias)
         projected = projected.view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
         turned_heads = config.heads + config.kv_heads
-        turned = rotate(projected[:, :turned_heads], plan.cosine, plan.sine).to(self._dtype)
+        queries_keys = projected[:, :turned_heads]
+        if layer.head_norm is not None:
+            whole = functional.rms_norm(
+                queries_keys.float(), (config.head_dim,), eps=config.rms_eps
+            )
+            queries_keys = (whole * layer.head_norm).to(self._dtype)
+        turned = rotate(queries_keys, plan.cosine, plan.sine).to(self._dtype)
         written = torch.stack((turned[:, config.heads :], projected[:, turned_heads:]), dim=1)
-        self.pages.layer(index)[plan.token_pages, :, :, plan.token_slots] = written
+        self.pages.write(index, plan.token_pages, plan.token_slots, written)
         return turned[:, : config.heads]
 
     def _gather(self, index: int, table: torch.Tensor) -> torch.Tensor:
         """K and V of the table's pages, one after the other [2, kv_heads, tokens, head_dim]."""
-        by_head = self.pages.layer(index).permute(1, 2, 0, 3, 4)
-        return by_head.index_select(2, table).flatten(2, 3)
+        return self.pages.gather(index, table, self._dtype)
 
-    def _attend_chunk(self, index: int, query: torch.Tensor, plan: _ChunkPlan) -> torch.Tensor:
-        keys_values = self._gather(index, plan.table)
-        rows = query.transpose(0, 1).unsqueeze(0)
-        if query.shape[0] == 1:
-            # The last row alone sees everything.
-            blocks = [self._attend(rows, keys_values[:, :, : plan.end], None)]
-        else:
-            blocks = []
-            for block, mask in enumerate(plan.masks):
-                first = block * QUERY_BLOCK_ROWS
-                some = rows[:, :, first : first + QUERY_BLOCK_ROWS]
-                blocks.append(self._attend(some, keys_values[:, :, : mask.shape[1]], mask))
-        joined = torch.cat(blocks, dim=2) if len(blocks) > 1 else blocks[0]
-        return joined[0].transpose(0, 1).reshape(query.shape[0], self.config.query_width)
+    def _attend_chunks(self, index: int, query: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """Every chunk's rows over its own pages [rows, query_width]."""
+        attended = []
+        for span in plan.spans:
+            keys_values = self._gather(index, span.table)
+            rows = query[span.first_row : span.end_row].transpose(0, 1).unsqueeze(0)
+            attended += self._attend_blocks(rows, keys_values, span)
+        joined = torch.cat(attended) if len(attended) > 1 else attended[0]
+        return joined.reshape(-1, self.config.query_width)
+
+    def _attend_blocks(
+        self, rows: torch.Tensor, keys_values: torch.Tensor, span: ChunkSpan
+    ) -> list[torch.Tensor]:
+        """Blocks of one chunk's rows, one after the other, each [rows, heads, head_dim]."""
+        blocks = []
+        for block, mask in enumerate(span.masks):
+            first = block * QUERY_BLOCK_ROWS
+            some = rows[:, :, first : first + QUERY_BLOCK_ROWS]
+            attended = self._attend(some, keys_values[:, :, : mask.shape[1]], mask)
+            blocks.append(attended[0].transpose(0, 1))
+        return blocks
+
+    def _attend_last(self, index: int, query: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
+        """The last row of each chunk that wants logits: it sees all of its chunk [n, width]."""
+        attended = []
+        for span in plan.spans:
+            if span.wants_logits:
+                keys_values = self._gather(index, span.table)[:, :, : span.end]
+                row = query[span.end_row - 1 : span.end_row].transpose(0, 1).unsqueeze(0)
+                attended.append(self._attend(row, keys_values, None))
+        return torch.cat(attended).view(-1, self.config.query_width)
 
     def _attend(
         self, rows: torch.Tensor, keys_values: torch.Tensor, mask: torch.Tensor | None
@@ -224,31 +269,11 @@ class Transformer:
 
     def _feed_forward(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
         states = self._norm(hidden, layer.feed_forward_norm).to(self._dtype)
-        gate, up = functional.linear(states, layer.gate_up).chunk(2, dim=-1)
-        return hidden + functional.linear(functional.silu(gate) * up, layer.down)
+        gate, up = linear(states, layer.gate_up).chunk(2, dim=-1)
+        return hidden + linear(functional.silu(gate) * up, layer.down)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return functional.linear(self._norm(hidden, self.weights.final_norm), self.weights.head)
-
-    def _plan_chunk(
-        self, tokens: Sequence[int], first_position: int, page_table: Sequence[int]
-    ) -> _ChunkPlan:
-        self._check_tokens(tokens)
-        end = first_position + len(tokens)
-        self._check_span(first_position, end, page_table)
-        positions = torch.arange(first_position, end)
-        block_tokens = self.pages.geometry.block_tokens
-        used = -(-end // block_tokens)
-        table = torch.tensor(page_table[:used], dtype=torch.int64)
-        return _ChunkPlan(
-            end=end,
-            token_pages=table[positions // block_tokens],
-            token_slots=positions % block_tokens,
-            table=table,
-            cosine=self.weights.rope.cosine[first_position:end].unsqueeze(1),
-            sine=self.weights.rope.sine[first_position:end].unsqueeze(1),
-            masks=_causal_masks(first_position, end, self._dtype),
-        )
 
     def _plan_step(
         self,
@@ -293,13 +318,7 @@ class Transformer:
         self.pages.check_table(page_table, end)
 
 
-def _causal_masks(first_position: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """One additive mask per query block [rows, keys up to its last row]: 0 or minus infinity."""
-    masks = []
-    for first in range(first_position, end, QUERY_BLOCK_ROWS):
-        last = min(first + QUERY_BLOCK_ROWS, end)
-        rows = last - first
-        mask = torch.zeros(rows, last, dtype=dtype)
-        mask[:, first:] = torch.full((rows, rows), -torch.inf, dtype=dtype).triu(1)
-        masks.append(mask)
-    return tuple(masks)
+def _require_wanted(chunks: Sequence[PromptChunk]) -> None:
+    """ComputeCancelled once every chunk is cancelled."""
+    if all(chunk.should_cancel is not None and chunk.should_cancel() for chunk in chunks):
+        raise ComputeCancelled

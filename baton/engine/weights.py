@@ -7,24 +7,25 @@ that names it: a model is loaded whole and right, or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from baton.engine.config import (
-    ROPE_FACTORS_TENSOR,
     ModelConfig,
     config_from_directory,
     config_from_gguf,
     read_config,
 )
+from baton.engine.families import DIRECTORY_NAMES, GGUF_NAMES, TensorNames, layer_roles
 from baton.engine.gguf_meta import read_header
 from baton.engine.model_fields import bad_model
+from baton.engine.packed_linear import pack
 from baton.engine.rope import RopeTable, build_table
+from baton.engine.rope_scaling import FACTOR_TENSORS
 from baton.engine.weight_sources import GgufSource, SafetensorsSource, TensorSource
 from baton.errors import Reason, ServiceError
 from baton.kv.layout import KvDtype
@@ -49,9 +50,12 @@ class ComputeDtype(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Norms are float32 [hidden]; matrices are [output, input] in the compute type.
+    """One layer. Norms are float32 [hidden]; matrices are [output, input] in the compute type, for
+    `baton.engine.packed_linear.linear`.
 
-    `query_key_value` stacks Q, K and V by rows; `gate_up` stacks gate and up.
+    `query_key_value` stacks Q, K and V by rows; `gate_up` stacks gate and up. Where the family has
+    them: `query_key_value_bias` in the compute type, and `head_norm`, float32 [heads + kv_heads,
+    head_dim], the weight each head of Q and K is normalised with.
     """
 
     attention_norm: torch.Tensor
@@ -60,6 +64,8 @@ class LayerWeights:
     feed_forward_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    query_key_value_bias: torch.Tensor | None = None
+    head_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,50 +86,6 @@ class ModelWeights:
     rope: RopeTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorNames:
-    """What one file format calls each tensor; layer names carry `{}` for the layer index."""
-
-    embedding: str
-    final_norm: str
-    head: str
-    layer: Mapping[str, str]
-
-
-GGUF_NAMES: Final = TensorNames(
-    embedding="token_embd.weight",
-    final_norm="output_norm.weight",
-    head="output.weight",
-    layer={
-        "attention_norm": "blk.{}.attn_norm.weight",
-        "query": "blk.{}.attn_q.weight",
-        "key": "blk.{}.attn_k.weight",
-        "value": "blk.{}.attn_v.weight",
-        "attention_output": "blk.{}.attn_output.weight",
-        "feed_forward_norm": "blk.{}.ffn_norm.weight",
-        "gate": "blk.{}.ffn_gate.weight",
-        "up": "blk.{}.ffn_up.weight",
-        "down": "blk.{}.ffn_down.weight",
-    },
-)
-DIRECTORY_NAMES: Final = TensorNames(
-    embedding="model.embed_tokens.weight",
-    final_norm="model.norm.weight",
-    head="lm_head.weight",
-    layer={
-        "attention_norm": "model.layers.{}.input_layernorm.weight",
-        "query": "model.layers.{}.self_attn.q_proj.weight",
-        "key": "model.layers.{}.self_attn.k_proj.weight",
-        "value": "model.layers.{}.self_attn.v_proj.weight",
-        "attention_output": "model.layers.{}.self_attn.o_proj.weight",
-        "feed_forward_norm": "model.layers.{}.post_attention_layernorm.weight",
-        "gate": "model.layers.{}.mlp.gate_proj.weight",
-        "up": "model.layers.{}.mlp.up_proj.weight",
-        "down": "model.layers.{}.mlp.down_proj.weight",
-    },
-)
-
-
 def load_weights(
     path: Path, dtype: ComputeDtype, *, max_context: int | None = None
 ) -> ModelWeights:
@@ -133,7 +95,8 @@ def load_weights(
     INVALID_REQUEST naming file, tensor or field, and what to do.
     """
     source, config, names = open_source(path)
-    kind = _GgufLoader if names is GGUF_NAMES else _Loader
+    is_interleaved = names.is_gguf and config.traits.is_interleaved_in_gguf
+    kind = _InterleavedLoader if is_interleaved else _Loader
     loader = kind(source, config, dtype, names)
     context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.max_context:
@@ -212,13 +175,32 @@ class _Loader:
         def norm(role: str) -> torch.Tensor:
             return self._read(self._layer_name(role, index), torch.float32)
 
+        traits = self._config.traits
+        stacked = ("query_key_value",) if traits.is_fused else ("query", "key", "value")
+        gated = ("gate_up",) if traits.is_fused else ("gate", "up")
         return LayerWeights(
             attention_norm=norm("attention_norm"),
-            query_key_value=torch.cat([matrix("query"), matrix("key"), matrix("value")]),
-            attention_output=matrix("attention_output"),
+            query_key_value=pack(torch.cat([matrix(role) for role in stacked])),
+            attention_output=pack(matrix("attention_output")),
             feed_forward_norm=norm("feed_forward_norm"),
-            gate_up=torch.cat([matrix("gate"), matrix("up")]),
-            down=matrix("down"),
+            gate_up=pack(torch.cat([matrix(role) for role in gated])),
+            down=pack(matrix("down")),
+            query_key_value_bias=self._bias(index) if traits.has_qkv_bias else None,
+            head_norm=self._head_norm(index) if traits.has_qk_norm else None,
+        )
+
+    def _bias(self, index: int) -> torch.Tensor:
+        roles = ("query_bias", "key_bias", "value_bias")
+        return torch.cat([self._read(self._layer_name(role, index)) for role in roles])
+
+    def _head_norm(self, index: int) -> torch.Tensor:
+        """The norm of each Q head, then that of each K head."""
+        counts = {"query_norm": self._config.heads, "key_norm": self._config.kv_heads}
+        return torch.cat(
+            [
+                self._read(self._layer_name(role, index), torch.float32).expand(count, -1)
+                for role, count in counts.items()
+            ]
         )
 
     def _ordered(self, role: str, matrix: torch.Tensor) -> torch.Tensor:
@@ -237,7 +219,7 @@ class _Loader:
         return self._names.layer[role].format(index)
 
 
-class _GgufLoader(_Loader):
+class _InterleavedLoader(_Loader):
     """llama.cpp interleaves the rotated halves of each Q and K head; this puts them back."""
 
     def _ordered(self, role: str, matrix: torch.Tensor) -> torch.Tensor:
@@ -271,7 +253,7 @@ def _check_tensors(source: TensorSource, config: ModelConfig, names: TensorNames
 
 def _is_harmless(name: str, config: ModelConfig, names: TensorNames) -> bool:
     """Tensors that repeat what the config says: a tied head, the RoPE frequencies."""
-    is_rope = name == ROPE_FACTORS_TENSOR or name.endswith(".rotary_emb.inv_freq")
+    is_rope = name in FACTOR_TENSORS or name.endswith(".rotary_emb.inv_freq")
     return is_rope or (config.has_tied_head and name == names.head)
 
 
@@ -287,12 +269,19 @@ def _expected_shapes(
         "query": (config.query_width, config.hidden),
         "key": (config.kv_width, config.hidden),
         "value": (config.kv_width, config.hidden),
+        "query_bias": (config.query_width,),
+        "key_bias": (config.kv_width,),
+        "value_bias": (config.kv_width,),
+        "query_norm": (config.head_dim,),
+        "key_norm": (config.head_dim,),
+        "query_key_value": (config.query_width + 2 * config.kv_width, config.hidden),
         "attention_output": (config.hidden, config.query_width),
         "feed_forward_norm": (config.hidden,),
         "gate": (config.intermediate, config.hidden),
         "up": (config.intermediate, config.hidden),
+        "gate_up": (2 * config.intermediate, config.hidden),
         "down": (config.hidden, config.intermediate),
     }
     for index in range(config.layers):
-        for role, shape in shapes.items():
-            yield names.layer[role].format(index), shape
+        for role in layer_roles(config.family):
+            yield names.layer[role].format(index), shapes[role]

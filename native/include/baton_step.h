@@ -20,7 +20,7 @@ extern "C" {
 #define BT_EXPORT __attribute__((visibility("default")))
 
 /* Raised with every change of this file; the loader refuses another number. */
-#define BT_ABI_VERSION 1
+#define BT_ABI_VERSION 3
 
 enum bt_error {
     BT_OK = 0,
@@ -51,8 +51,9 @@ enum bt_isa {
  * three, the GGUF's own blocks of 32 for the last two. */
 enum bt_kind { BT_F32 = 0, BT_BF16, BT_INT8, BT_Q8_0, BT_Q4_1 };
 
-/* KV element type, numbered as in blob headers. */
-enum bt_kv { BT_KV_F16 = 1, BT_KV_BF16 = 2, BT_KV_F32 = 3 };
+/* KV element type, numbered as in blob headers. Pages of int8 begin with a float32 scale for each
+ * (layer, K or V, head, slot). */
+enum bt_kv { BT_KV_F16 = 1, BT_KV_BF16 = 2, BT_KV_F32 = 3, BT_KV_INT8 = 4 };
 
 /* Integer activations for BT_INT8, BT_Q8_0 and BT_Q4_1. */
 enum bt_activation { BT_ACT_INT16 = 0, BT_ACT_INT8 = 1 };
@@ -69,7 +70,12 @@ enum bt_role {
     BT_UP,
     BT_DOWN,
     BT_ATTENTION_NORM,
-    BT_FEED_FORWARD_NORM
+    BT_FEED_FORWARD_NORM,
+    BT_QUERY_BIAS, /* with has_qkv_bias: [heads * head_dim] */
+    BT_KEY_BIAS,   /* and [kv_heads * head_dim] */
+    BT_VALUE_BIAS,
+    BT_QUERY_NORM, /* with has_qk_norm: [head_dim], of every head */
+    BT_KEY_NORM
 };
 
 typedef struct bt_config {
@@ -83,6 +89,9 @@ typedef struct bt_config {
     uint32_t threads;        /* 1 to 64, the calling thread counted */
     uint32_t prefetch_pages; /* how many pages ahead KV is prefetched; 0 is off */
     uint32_t has_tied_head;  /* 1: the head is the embedding */
+    uint32_t has_qkv_bias;   /* 1: Q, K and V have biases */
+    uint32_t has_qk_norm;    /* 1: every head of Q and K is normalised before RoPE */
+    uint32_t rotary_dim;     /* elements of a head that RoPE turns, the first; even */
     float rms_eps;
     uint64_t weight_bytes; /* sum of bt_packed_bytes of all matrices to come */
 } bt_config;
@@ -108,9 +117,10 @@ BT_EXPORT void bt_destroy(bt_kernel* kernel);
 /* Copy a matrix [rows, columns] into the kernel; rows of Q and K in half-split RoPE order. */
 BT_EXPORT int bt_set_matrix(bt_kernel* kernel, uint32_t role, uint32_t layer, uint32_t kind,
                             const void* source, uint64_t source_bytes);
-BT_EXPORT int bt_set_norm(bt_kernel* kernel, uint32_t role, uint32_t layer, const float* weight,
-                          uint64_t items);
-/* cosine and sine, each [max_context, head_dim / 2]. */
+/* A norm or a bias; `items` floats. */
+BT_EXPORT int bt_set_vector(bt_kernel* kernel, uint32_t role, uint32_t layer, const float* weight,
+                            uint64_t items);
+/* cosine and sine, each [max_context, rotary_dim / 2]. */
 BT_EXPORT int bt_set_rope(bt_kernel* kernel, const float* cosine, const float* sine,
                           uint64_t items);
 /* Where page 0 begins, bytes from a page to the next, and how many there are; the caller keeps
@@ -120,6 +130,10 @@ BT_EXPORT int bt_set_pages(bt_kernel* kernel, void* base, uint64_t slot_bytes, u
 BT_EXPORT int bt_seal(bt_kernel* kernel);
 
 BT_EXPORT void bt_memory_use(const bt_kernel* kernel, bt_memory* memory);
+
+/* The packed matrices as they lie in memory, `*bytes` of them; for tests of what one damaged byte
+ * does. */
+BT_EXPORT uint8_t* bt_weight_memory(bt_kernel* kernel, uint64_t* bytes);
 
 /* One token each for `batch` sequences. tokens[i] stands at positions[i]; its pages are
  * tables[table_ends[i - 1]] to tables[table_ends[i] - 1] (table_ends[-1] counts as 0), page k of

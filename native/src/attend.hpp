@@ -11,6 +11,7 @@ namespace bt {
 namespace {
 
 struct KvF32 {
+    static constexpr bool kHasScales = false;
     using Item = float;
     static Vf load(const Item* p) { return vf_load(p); }
     static void store(Item* p, Vf x) { vf_store(p, x); }
@@ -18,6 +19,7 @@ struct KvF32 {
     static Item to(float x) { return x; }
 };
 struct KvBf16 {
+    static constexpr bool kHasScales = false;
     using Item = uint16_t;
     static Vf load(const Item* p) { return vf_load_bf16(p); }
     static void store(Item* p, Vf x) { vf_store_bf16(p, x); }
@@ -25,6 +27,7 @@ struct KvBf16 {
     static Item to(float x) { return float_bf16(x); }
 };
 struct KvF16 {
+    static constexpr bool kHasScales = false;
     using Item = uint16_t;
     static Vf load(const Item* p) { return vf_load_f16(p); }
     static void store(Item* p, Vf x) { vf_store_f16(p, x); }
@@ -32,8 +35,16 @@ struct KvF16 {
     static Item to(float x) { return float_f16(x); }
 };
 
+// Elements without their scale; scores and weights are multiplied by that, a row at a time.
+struct KvInt8 {
+    static constexpr bool kHasScales = true;
+    using Item = int8_t;
+    static Vf load(const Item* p) { return vf_load_i8(p); }
+    static float one(Item x) { return static_cast<float>(x); }
+};
+
 template <typename Kv>
-void store_kv(const float* x, void* out, int n) {
+void store_kv(const float* x, void* out, float*, int n) {
     typename Kv::Item* items = static_cast<typename Kv::Item*>(out);
     int i = 0;
     for (; i + 16 <= n; i += 16) {
@@ -41,6 +52,33 @@ void store_kv(const float* x, void* out, int n) {
     }
     for (; i < n; ++i) {
         items[i] = Kv::to(x[i]);
+    }
+}
+
+// The largest magnitude becomes 127; to nearest even, as baton.kv.convert.quantise.
+void store_int8(const float* x, void* out, float* scale, int n) {
+    int8_t* items = static_cast<int8_t*>(out);
+    Vf best = vf_zero();
+    const int whole = n / 16 * 16;
+    for (int i = 0; i < whole; i += 16) {
+        best = vf_max(best, vf_abs(vf_load(x + i)));
+    }
+    best = vf_max(best, vf_abs(load_tail(x + whole, n - whole)));
+    *scale = vf_hmax(best) / 127.0f;
+    // A scale that underflowed stands for a row of zeros.
+    const bool is_usable = *scale > 0.0f && *scale < 1e38f;
+    const Vf by = vf_set1(is_usable ? *scale : 1.0f);
+    const Vf top = vf_set1(127.0f), bottom = vf_set1(-127.0f);
+    for (int i = 0; i < n; i += 16) {
+        const int count = n - i < 16 ? n - i : 16;
+        Vf steps = vf_zero();
+        if (is_usable) {
+            steps = vf_div(count == 16 ? vf_load(x + i) : load_tail(x + i, count), by);
+            steps = vf_max(vf_min(steps, top), bottom);
+        }
+        int8_t bytes[16];
+        vi_store_i8(bytes, vf_to_i(steps));
+        memcpy(items + i, bytes, static_cast<size_t>(count));
     }
 }
 
@@ -187,6 +225,26 @@ inline void weigh(const AttendJob& job, int g0, int from) {
     }
 }
 
+// Multiply scores or weights of query heads [g0, g0 + count) by the scales of the run's rows.
+inline void apply_scales(const AttendJob& job, int g0, int heads, size_t offset) {
+    int position = job.first;
+    while (position < job.last) {
+        const int page = position / job.block_tokens;
+        const int slot = position - page * job.block_tokens;
+        const int left = job.last - position;
+        const int count = job.block_tokens - slot < left ? job.block_tokens - slot : left;
+        const uint8_t* at = job.base + static_cast<size_t>(job.table[page]) * job.slot_bytes;
+        const float* scales = reinterpret_cast<const float*>(at + offset) + slot;
+        for (int g = g0; g < g0 + heads; ++g) {
+            float* scores = job.scores + g * job.score_stride + (position - job.first);
+            for (int t = 0; t < count; ++t) {
+                scores[t] *= scales[t];
+            }
+        }
+        position += count;
+    }
+}
+
 // Turn the scores of one query head into weights; its maximum and sum head the partial result.
 inline void soften(const AttendJob& job, int g) {
     const int count = job.last - job.first;
@@ -217,8 +275,14 @@ inline void soften(const AttendJob& job, int g) {
 template <typename Kv, int G>
 inline void attend_group(const AttendJob& job, int g0) {
     score<Kv, G>(job, g0);
+    if constexpr (Kv::kHasScales) {
+        apply_scales(job, g0, G, job.k_scales);
+    }
     for (int g = g0; g < g0 + G; ++g) {
         soften(job, g);
+    }
+    if constexpr (Kv::kHasScales) {
+        apply_scales(job, g0, G, job.v_scales);
     }
     int from = 0;
     for (; from + 64 <= job.head_dim; from += 64) {
@@ -247,7 +311,13 @@ void attend_scalar(const AttendJob& job) {
                 scores[index + t] = sum;
             }
         });
+        if constexpr (Kv::kHasScales) {
+            apply_scales(job, g, 1, job.k_scales);
+        }
         soften(job, g);
+        if constexpr (Kv::kHasScales) {
+            apply_scales(job, g, 1, job.v_scales);
+        }
         float* out = job.partial + g * job.partial_stride + kPartialHead;
         memset(out, 0, sizeof(float) * static_cast<size_t>(dim));
         values.each_page([&](const Item* rows, int index, int count, const uint8_t*) {

@@ -1,47 +1,10 @@
 // Building a kernel: shapes checked, memory taken, weights packed, threads started.
 #include "kernel.hpp"
 
-#include <sys/mman.h>
-
 #include <cstring>
 #include <new>
 
 namespace bt {
-
-Region::~Region() {
-    if (base_ != nullptr) {
-        munmap(base_, bytes_);
-    }
-}
-
-bool Region::take(size_t bytes) {
-    constexpr size_t kHuge = size_t{2} << 20;
-    bytes = (bytes + kHuge - 1) / kHuge * kHuge;
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) {
-        return false;
-    }
-    base_ = static_cast<uint8_t*>(memory);
-    bytes_ = bytes;
-#ifdef MADV_HUGEPAGE
-    madvise(memory, bytes, MADV_HUGEPAGE);  // a hint: plain pages serve as well
-#endif
-    // Touched now, so that a step meets no page fault and the stated memory is the used one.
-    for (size_t at = 0; at < bytes; at += 4096) {
-        base_[at] = 0;
-    }
-    return true;
-}
-
-uint8_t* Region::give(size_t bytes) {
-    bytes = rounded(bytes);
-    if (base_ == nullptr || bytes > bytes_ - used_) {
-        return nullptr;
-    }
-    uint8_t* piece = base_ + used_;
-    used_ += bytes;
-    return piece;
-}
 
 namespace {
 
@@ -52,6 +15,7 @@ constexpr uint32_t kWidthLimit = 1u << 19;
 constexpr uint32_t kVocabularyMax = 1u << 22;
 constexpr uint32_t kContextMax = 1u << 24;
 constexpr uint32_t kThreadsMax = 64;
+constexpr uint64_t kWeightBytesMax = uint64_t{1} << 46;
 
 bool is_within(uint32_t value, uint32_t low, uint32_t high) {
     return value >= low && value <= high;
@@ -63,10 +27,12 @@ bool is_sound(const bt_config& c) {
            c.heads % c.kv_heads == 0 && is_within(c.head_dim, 2, kHeadDimMax) &&
            c.head_dim % 2 == 0 && is_within(c.intermediate, 1, kWidthLimit) &&
            is_within(c.vocabulary, 1, kVocabularyMax) && is_within(c.max_context, 1, kContextMax) &&
-           is_within(c.block_tokens, 1, 1024) && is_within(c.kv, BT_KV_F16, BT_KV_F32) &&
+           is_within(c.block_tokens, 1, 1024) && is_within(c.kv, BT_KV_F16, BT_KV_INT8) &&
            c.activation <= BT_ACT_INT8 && is_within(c.batch_max, 1, kBatchMax) &&
            is_within(c.threads, 1, kThreadsMax) && c.prefetch_pages <= 64 && c.has_tied_head <= 1 &&
-           c.rms_eps > 0.0f && c.rms_eps < 1.0f;
+           c.has_qkv_bias <= 1 && c.has_qk_norm <= 1 && is_within(c.rotary_dim, 2, c.head_dim) &&
+           c.rotary_dim % 2 == 0 &&
+           c.rms_eps > 0.0f && c.rms_eps < 1.0f && c.weight_bytes <= kWeightBytesMax;
 }
 
 struct Isa {
@@ -189,11 +155,18 @@ void take_buffers(Taker& taker, bt_kernel& kernel, Worker* workers) {
 void take_norms(Taker& taker, bt_kernel& kernel, Layer* layers) {
     const bt_config& c = kernel.config;
     taker.take(kernel.final_norm, c.hidden);
-    taker.take(kernel.cosine, static_cast<size_t>(c.max_context) * (c.head_dim / 2));
-    taker.take(kernel.sine, static_cast<size_t>(c.max_context) * (c.head_dim / 2));
+    taker.take(kernel.cosine, static_cast<size_t>(c.max_context) * (c.rotary_dim / 2));
+    taker.take(kernel.sine, static_cast<size_t>(c.max_context) * (c.rotary_dim / 2));
     for (uint32_t i = 0; i < c.layers; ++i) {
         taker.take(layers[i].attention_norm, c.hidden);
         taker.take(layers[i].feed_forward_norm, c.hidden);
+        if (c.has_qkv_bias) {
+            taker.take(layers[i].bias, static_cast<size_t>(kernel.projected_width()));
+        }
+        if (c.has_qk_norm) {
+            taker.take(layers[i].query_norm, c.head_dim);
+            taker.take(layers[i].key_norm, c.head_dim);
+        }
     }
 }
 
@@ -236,6 +209,54 @@ Target target_of(bt_kernel& kernel, uint32_t role, uint32_t layer) {
     }
 }
 
+struct VectorTarget {
+    float* place;
+    uint64_t items;
+};
+
+VectorTarget vector_of(bt_kernel& kernel, uint32_t role, uint32_t layer) {
+    const bt_config& c = kernel.config;
+    if (role == BT_FINAL_NORM) {
+        return {layer == 0 ? kernel.final_norm : nullptr, c.hidden};
+    }
+    if (layer >= c.layers) {
+        return {nullptr, 0};
+    }
+    const Layer& here = kernel.layers[layer];
+    const int query = kernel.query_width(), kv = kernel.kv_width();
+    float* const bias = here.bias;
+    switch (role) {
+        case BT_ATTENTION_NORM:
+            return {here.attention_norm, c.hidden};
+        case BT_FEED_FORWARD_NORM:
+            return {here.feed_forward_norm, c.hidden};
+        case BT_QUERY_BIAS:
+            return {bias, static_cast<uint64_t>(query)};
+        case BT_KEY_BIAS:
+            return {bias == nullptr ? bias : bias + query, static_cast<uint64_t>(kv)};
+        case BT_VALUE_BIAS:
+            return {bias == nullptr ? bias : bias + query + kv, static_cast<uint64_t>(kv)};
+        case BT_QUERY_NORM:
+            return {here.query_norm, c.head_dim};
+        case BT_KEY_NORM:
+            return {here.key_norm, c.head_dim};
+        default:
+            return {nullptr, 0};
+    }
+}
+
+// The roles whose vectors every layer of this kernel needs, a bit each.
+uint32_t layer_vectors(const bt_config& c) {
+    uint32_t roles = 1u << BT_ATTENTION_NORM | 1u << BT_FEED_FORWARD_NORM;
+    if (c.has_qkv_bias) {
+        roles |= 1u << BT_QUERY_BIAS | 1u << BT_KEY_BIAS | 1u << BT_VALUE_BIAS;
+    }
+    if (c.has_qk_norm) {
+        roles |= 1u << BT_QUERY_NORM | 1u << BT_KEY_NORM;
+    }
+    return roles;
+}
+
 bool is_complete(bt_kernel& kernel) {
     if (kernel.config.has_tied_head) {
         kernel.head = kernel.embedding;
@@ -244,7 +265,7 @@ bool is_complete(bt_kernel& kernel) {
                    kernel.has_rope && kernel.pages != nullptr && kernel.has_final_norm;
     for (uint32_t i = 0; i < kernel.config.layers && has_all; ++i) {
         const Layer& layer = kernel.layers[i];
-        has_all = layer.has_attention_norm && layer.has_feed_forward_norm;
+        has_all = layer.vectors == layer_vectors(kernel.config);
         for (const Matrix* matrix : {&layer.query, &layer.key, &layer.value, &layer.output,
                                      &layer.gate, &layer.up, &layer.down}) {
             has_all = has_all && matrix->data != nullptr;
@@ -348,12 +369,13 @@ int bt_set_matrix(bt_kernel* kernel, uint32_t role, uint32_t layer, uint32_t kin
         return BT_NOT_SEALED;
     }
     const Target target = target_of(*kernel, role, layer);
+    // 0 also for a matrix wider than any that is packed.
+    const uint64_t packed_bytes = bt_packed_bytes(kind, target.rows, target.columns);
     if (target.matrix == nullptr || target.matrix->data != nullptr || kind > BT_Q4_1 ||
-        tile_bytes(kind, target.columns) == 0 ||
-        source_bytes != target.rows * source_row_bytes(kind, target.columns)) {
+        packed_bytes == 0 || source_bytes != target.rows * source_row_bytes(kind, target.columns)) {
         return BT_BAD_MATRIX;
     }
-    uint8_t* place = kernel->weights.give(bt_packed_bytes(kind, target.rows, target.columns));
+    uint8_t* place = kernel->weights.give(packed_bytes);
     if (place == nullptr) {
         return BT_NO_MEMORY;
     }
@@ -369,33 +391,27 @@ int bt_set_matrix(bt_kernel* kernel, uint32_t role, uint32_t layer, uint32_t kin
     return BT_OK;
 }
 
-int bt_set_norm(bt_kernel* kernel, uint32_t role, uint32_t layer, const float* weight,
-                uint64_t items) {
+int bt_set_vector(bt_kernel* kernel, uint32_t role, uint32_t layer, const float* weight,
+                  uint64_t items) {
     if (kernel->is_sealed) {
         return BT_NOT_SEALED;
     }
-    const bool is_final = role == BT_FINAL_NORM && layer == 0;
-    const bool is_layer = (role == BT_ATTENTION_NORM || role == BT_FEED_FORWARD_NORM) &&
-                          layer < kernel->config.layers;
-    if (items != kernel->config.hidden || !(is_final || is_layer)) {
+    const VectorTarget target = vector_of(*kernel, role, layer);
+    if (target.place == nullptr || items != target.items) {
         return BT_BAD_MATRIX;
     }
-    float* target = kernel->final_norm;
-    if (is_layer) {
-        Layer& here = kernel->layers[layer];
-        const bool is_attention = role == BT_ATTENTION_NORM;
-        target = is_attention ? here.attention_norm : here.feed_forward_norm;
-        (is_attention ? here.has_attention_norm : here.has_feed_forward_norm) = true;
-    } else {
+    if (role == BT_FINAL_NORM) {
         kernel->has_final_norm = true;
+    } else {
+        kernel->layers[layer].vectors |= 1u << role;
     }
-    memcpy(target, weight, items * sizeof(float));
+    memcpy(target.place, weight, items * sizeof(float));
     return BT_OK;
 }
 
 int bt_set_rope(bt_kernel* kernel, const float* cosine, const float* sine, uint64_t items) {
     const bt_config& c = kernel->config;
-    if (kernel->is_sealed || items != static_cast<uint64_t>(c.max_context) * (c.head_dim / 2)) {
+    if (kernel->is_sealed || items != static_cast<uint64_t>(c.max_context) * (c.rotary_dim / 2)) {
         return kernel->is_sealed ? BT_NOT_SEALED : BT_BAD_MATRIX;
     }
     memcpy(kernel->cosine, cosine, items * sizeof(float));
@@ -446,4 +462,9 @@ void bt_memory_use(const bt_kernel* kernel, bt_memory* memory) {
     const size_t stacks = (kernel->config.threads - 1) * Threads::kStackBytes;
     memory->weight_bytes = kernel->weights.bytes() + kernel->norms.bytes();
     memory->buffer_bytes = kernel->buffers.bytes() + stacks;
+}
+
+uint8_t* bt_weight_memory(bt_kernel* kernel, uint64_t* bytes) {
+    *bytes = kernel->config.weight_bytes;
+    return kernel->weights.base();
 }

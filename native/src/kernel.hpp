@@ -20,6 +20,7 @@ class Region {
     // Null when the region is used up.
     uint8_t* give(size_t bytes);
     size_t bytes() const { return bytes_; }
+    uint8_t* base() { return base_; }
 
     static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -33,7 +34,10 @@ struct Layer {
     Matrix query, key, value, output, gate, up, down;
     float* attention_norm = nullptr;
     float* feed_forward_norm = nullptr;
-    bool has_attention_norm = false, has_feed_forward_norm = false;
+    float* bias = nullptr;  // of Q, K and V side by side
+    float* query_norm = nullptr;
+    float* key_norm = nullptr;
+    uint32_t vectors = 0;  // a bit for each enum bt_role that was set
     // Forms of activations that the matrices of each phase read.
     unsigned qkv_forms = 0, output_forms = 0, gate_up_forms = 0, down_forms = 0;
 };
@@ -104,15 +108,28 @@ struct bt_kernel {
     int query_width() const { return static_cast<int>(config.heads * config.head_dim); }
     int kv_width() const { return static_cast<int>(config.kv_heads * config.head_dim); }
     int projected_width() const { return query_width() + 2 * kv_width(); }
-    size_t item_bytes() const { return config.kv == BT_KV_F32 ? 4 : 2; }
+    size_t item_bytes() const {
+        return config.kv == BT_KV_F32 ? 4 : config.kv == BT_KV_INT8 ? 1 : 2;
+    }
+    // Rows of one token slot: each (layer, K or V, head).
+    size_t slot_rows() const { return size_t{2} * config.kv_heads * config.layers; }
+    // Bytes of scales at the head of a page.
+    size_t scales_bytes() const {
+        return config.kv == BT_KV_INT8 ? slot_rows() * config.block_tokens * sizeof(float) : 0;
+    }
     // Bytes of one (layer, K or V, head) in a page.
     size_t rows_bytes() const { return item_bytes() * config.block_tokens * config.head_dim; }
-    size_t page_bytes() const { return rows_bytes() * 2 * config.kv_heads * config.layers; }
+    size_t page_bytes() const { return rows_bytes() * slot_rows() + scales_bytes(); }
+    size_t row_of(int layer, int part, int kv_head) const {
+        return (static_cast<size_t>(layer) * 2 + static_cast<size_t>(part)) * config.kv_heads +
+               static_cast<size_t>(kv_head);
+    }
     size_t kv_offset(int layer, int part, int kv_head) const {
-        const size_t rows =
-            (static_cast<size_t>(layer) * 2 + static_cast<size_t>(part)) * config.kv_heads +
-            static_cast<size_t>(kv_head);
-        return rows * rows_bytes();
+        return scales_bytes() + row_of(layer, part, kv_head) * rows_bytes();
+    }
+    // Where the scales of one (layer, K or V, head) begin in an int8 page.
+    size_t scale_offset(int layer, int part, int kv_head) const {
+        return row_of(layer, part, kv_head) * config.block_tokens * sizeof(float);
     }
 };
 

@@ -19,8 +19,8 @@ KernelTable make_table(const char* name) {
         .rms_norm = rms_norm,
         .prepare = prepare,
         .rotate = rotate,
-        .store_kv = {nullptr, store_kv<KvF16>, store_kv<KvBf16>, store_kv<KvF32>},
-        .attend = {nullptr, attend<KvF16>, attend<KvBf16>, attend<KvF32>},
+        .store_kv = {nullptr, store_kv<KvF16>, store_kv<KvBf16>, store_kv<KvF32>, store_int8},
+        .attend = {nullptr, attend<KvF16>, attend<KvBf16>, attend<KvF32>, attend<KvInt8>},
         .merge = merge,
         .silu_mul = silu_mul,
     };

@@ -69,22 +69,25 @@ void rms_norm(const float* x, const float* weight, float* out, int n, float eps)
     store_tail(out + whole, tail, n - whole);
 }
 
-// Half-split RoPE: element i turns with element i + head_dim / 2; the result times `scale`.
-void rotate(const float* x, const float* cosine, const float* sine, float scale, float* out,
-            int head_dim) {
-    const int half = head_dim / 2;
+// Half-split RoPE: element i turns with element i + rotary_dim / 2; the result times `scale`.
+void rotate(const RotateJob& job) {
+    const float* x = job.x;
+    const int half = job.rotary_dim / 2;
     int i = 0;
-    const Vf by = vf_set1(scale);
+    const Vf by = vf_set1(job.scale);
     for (; i + 16 <= half; i += 16) {
         const Vf a = vf_load(x + i), b = vf_load(x + half + i);
-        const Vf c = vf_load(cosine + i), s = vf_load(sine + i);
-        vf_store(out + i, vf_mul(vf_sub(vf_mul(a, c), vf_mul(b, s)), by));
-        vf_store(out + half + i, vf_mul(vf_add(vf_mul(b, c), vf_mul(a, s)), by));
+        const Vf c = vf_load(job.cosine + i), s = vf_load(job.sine + i);
+        vf_store(job.out + i, vf_mul(vf_sub(vf_mul(a, c), vf_mul(b, s)), by));
+        vf_store(job.out + half + i, vf_mul(vf_add(vf_mul(b, c), vf_mul(a, s)), by));
     }
     for (; i < half; ++i) {
         const float a = x[i], b = x[half + i];
-        out[i] = (a * cosine[i] - b * sine[i]) * scale;
-        out[half + i] = (b * cosine[i] + a * sine[i]) * scale;
+        job.out[i] = (a * job.cosine[i] - b * job.sine[i]) * job.scale;
+        job.out[half + i] = (b * job.cosine[i] + a * job.sine[i]) * job.scale;
+    }
+    for (i = job.rotary_dim; i < job.head_dim; ++i) {
+        job.out[i] = x[i] * job.scale;
     }
 }
 

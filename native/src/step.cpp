@@ -4,8 +4,8 @@
 // both (norms, merged attention, quantised inputs) each computes for itself while the batch is
 // small, because that is cheaper than a barrier. Sums never depend on threads or batch.
 //
-// Other families: biases and Q/K norms belong between project() and attend_layer(), other inner
-// activations into feed_forward(); the phases stay.
+// A family of models is a specialisation of StepThread: what it adds to Llama costs the others
+// nothing. Biases are added in project(), heads are normalised in head_of(); the phases stay.
 #include <cmath>
 #include <cstring>
 
@@ -31,7 +31,9 @@ struct Range {
     int end;
 };
 
-// One thread's view of a step.
+// One thread's view of a step of a model with biases of Q, K and V, or with norms of Q's and K's
+// heads.
+template <bool kHasBias, bool kHasHeadNorm>
 class StepThread {
   public:
     StepThread(bt_kernel& kernel, int thread)
@@ -189,15 +191,26 @@ class StepThread {
             for (int i = 0; i < matrix->tiles; ++i) {
                 if (before + i >= mine.first && before + i < mine.end) {
                     tile(*matrix, i, input, worker_.tile);
-                    const size_t bytes = sizeof(float) * static_cast<size_t>(rows_of(*matrix, i));
-                    for (int b = 0; b < step_.batch; ++b) {
-                        memcpy(projected(b) + column + i * kTileRows, worker_.tile + b * kTileRows,
-                               bytes);
-                    }
+                    put_projected(layer, column + i * kTileRows, rows_of(*matrix, i));
                 }
             }
             before += matrix->tiles;
             column += matrix->rows;
+        }
+    }
+
+    // One tile's `rows` results for the batch become columns of Q, K and V.
+    void put_projected(const Layer& layer, int column, int rows) const {
+        for (int b = 0; b < step_.batch; ++b) {
+            float* target = projected(b) + column;
+            const float* source = worker_.tile + b * kTileRows;
+            if constexpr (kHasBias) {
+                for (int r = 0; r < rows; ++r) {
+                    target[r] = source[r] + layer.bias[column + r];
+                }
+            } else {
+                memcpy(target, source, sizeof(float) * static_cast<size_t>(rows));
+            }
         }
     }
 
@@ -228,20 +241,29 @@ class StepThread {
 
     void attend_part(int layer, int b, int head, int chunk, Range positions) {
         const int dim = static_cast<int>(config_.head_dim), position = step_.positions[b];
-        const size_t turn = static_cast<size_t>(position) * (config_.head_dim / 2);
+        const size_t turn = static_cast<size_t>(position) * (config_.rotary_dim / 2);
+        const Layer& weights = kernel_.layers[layer];
         const float* row = projected(b);
-        const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+        RotateJob rotation = {};
+        rotation.cosine = kernel_.cosine + turn;
+        rotation.sine = kernel_.sine + turn;
+        rotation.scale = 1.0f / std::sqrt(static_cast<float>(dim));
+        rotation.rotary_dim = static_cast<int>(config_.rotary_dim);
+        rotation.head_dim = dim;
         for (int g = 0; g < kernel_.group; ++g) {
-            table_.rotate(row + (head * kernel_.group + g) * dim, kernel_.cosine + turn,
-                          kernel_.sine + turn, scale, worker_.query + g * dim, dim);
+            rotation.x = head_of(row + (head * kernel_.group + g) * dim, weights.query_norm);
+            rotation.out = worker_.query + g * dim;
+            table_.rotate(rotation);
         }
         if (positions.end == step_.lengths[b]) {
             // Only this part reads the new slot, so nobody else can see it half written.
-            table_.rotate(row + kernel_.query_width() + head * dim, kernel_.cosine + turn,
-                          kernel_.sine + turn, 1.0f, worker_.turned, dim);
+            rotation.x = head_of(row + kernel_.query_width() + head * dim, weights.key_norm);
+            rotation.scale = 1.0f;
+            rotation.out = worker_.turned;
+            table_.rotate(rotation);
             const float* value = row + kernel_.query_width() + kernel_.kv_width() + head * dim;
-            table_.store_kv[config_.kv](worker_.turned, slot(b, layer, 0, head), dim);
-            table_.store_kv[config_.kv](value, slot(b, layer, 1, head), dim);
+            store(worker_.turned, b, layer, 0, head);
+            store(value, b, layer, 1, head);
         }
         AttendJob job = {};
         job.base = kernel_.pages;
@@ -249,6 +271,8 @@ class StepThread {
         job.table = step_.tables[b];
         job.k_offset = kernel_.kv_offset(layer, 0, head);
         job.v_offset = kernel_.kv_offset(layer, 1, head);
+        job.k_scales = kernel_.scale_offset(layer, 0, head);
+        job.v_scales = kernel_.scale_offset(layer, 1, head);
         job.block_tokens = static_cast<int>(config_.block_tokens);
         job.head_dim = dim;
         job.first = positions.first;
@@ -264,13 +288,42 @@ class StepThread {
         table_.attend[config_.kv](job);
     }
 
+    // A head of Q or K as it is turned: normalised where the family does so.
+    const float* head_of(const float* x, const float* weight) const {
+        if constexpr (kHasHeadNorm) {
+            const int dim = static_cast<int>(config_.head_dim);
+            table_.rms_norm(x, weight, worker_.row, dim, config_.rms_eps);
+            return worker_.row;
+        }
+        return x;
+    }
+
+    void store(const float* x, int b, int layer, int part, int head) const {
+        float* scale = config_.kv == BT_KV_INT8 ? slot_scale(b, layer, part, head) : nullptr;
+        table_.store_kv[config_.kv](x, slot(b, layer, part, head), scale,
+                                    static_cast<int>(config_.head_dim));
+    }
+
     // Where the new token's K (part 0) or V (part 1) of a head stands.
     uint8_t* slot(int b, int layer, int part, int head) const {
-        const int block = static_cast<int>(config_.block_tokens), position = step_.positions[b];
-        const size_t page = static_cast<size_t>(step_.tables[b][position / block]);
-        const size_t inside = static_cast<size_t>(position % block) * config_.head_dim;
-        return kernel_.pages + page * kernel_.slot_bytes + kernel_.kv_offset(layer, part, head) +
-               inside * kernel_.item_bytes();
+        const size_t inside = slot_of(b) * config_.head_dim;
+        return page_of(b) + kernel_.kv_offset(layer, part, head) + inside * kernel_.item_bytes();
+    }
+
+    // The same of its scale, in int8 pages.
+    float* slot_scale(int b, int layer, int part, int head) const {
+        uint8_t* scales = page_of(b) + kernel_.scale_offset(layer, part, head);
+        return reinterpret_cast<float*>(scales) + slot_of(b);
+    }
+
+    uint8_t* page_of(int b) const {
+        const int block = static_cast<int>(config_.block_tokens);
+        const size_t page = static_cast<size_t>(step_.tables[b][step_.positions[b] / block]);
+        return kernel_.pages + page * kernel_.slot_bytes;
+    }
+
+    size_t slot_of(int b) const {
+        return static_cast<size_t>(step_.positions[b]) % config_.block_tokens;
     }
 
     const float* merged(int b) {
@@ -335,14 +388,27 @@ class StepThread {
         const size_t bytes = kernel_.item_bytes() * config_.head_dim;
         for (int b = mine.first; b < mine.end; ++b) {
             uint32_t crc = 0;
-            for (int layer = 0; layer < static_cast<int>(config_.layers); ++layer) {
-                for (int part = 0; part < 2; ++part) {
-                    for (int head = 0; head < static_cast<int>(config_.kv_heads); ++head) {
-                        crc = crc32c(crc, slot(b, layer, part, head), bytes);
-                    }
+            if (config_.kv == BT_KV_INT8) {
+                each_row([&](int layer, int part, int head) {
+                    crc = crc32c(crc, slot_scale(b, layer, part, head), sizeof(float));
+                });
+            }
+            each_row([&](int layer, int part, int head) {
+                crc = crc32c(crc, slot(b, layer, part, head), bytes);
+            });
+            step_.slot_crcs[b] = crc;
+        }
+    }
+
+    // Every (layer, K or V, head) in the order of the layout.
+    template <typename F>
+    void each_row(F&& f) const {
+        for (int layer = 0; layer < static_cast<int>(config_.layers); ++layer) {
+            for (int part = 0; part < 2; ++part) {
+                for (int head = 0; head < static_cast<int>(config_.kv_heads); ++head) {
+                    f(layer, part, head);
                 }
             }
-            step_.slot_crcs[b] = crc;
         }
     }
 
@@ -392,8 +458,17 @@ class StepThread {
 
 }  // namespace
 
-void run_step(void* kernel, int thread) {
-    StepThread(*static_cast<bt_kernel*>(kernel), thread).run();
+// A family is chosen once a step.
+void run_step(void* opaque, int thread) {
+    bt_kernel& kernel = *static_cast<bt_kernel*>(opaque);
+    const bool has_bias = kernel.config.has_qkv_bias != 0;
+    if (kernel.config.has_qk_norm != 0) {
+        has_bias ? StepThread<true, true>(kernel, thread).run()
+                 : StepThread<false, true>(kernel, thread).run();
+    } else {
+        has_bias ? StepThread<true, false>(kernel, thread).run()
+                 : StepThread<false, false>(kernel, thread).run();
+    }
 }
 
 }  // namespace bt

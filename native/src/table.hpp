@@ -25,6 +25,7 @@ constexpr int kBlock = 32;
 constexpr int kQ41TileBlock = 320;  // bytes of a block in a tile
 constexpr int kQ80TilePair = 1088;  // bytes of two blocks in a tile
 constexpr int kKinds = 5;
+constexpr int kKvTypes = 5;  // by enum bt_kv; 0 is none
 constexpr int kWidthMax = 8;
 constexpr int kBatchMax = 64;
 // Sequences longer than kChunksMax * kChunkTokensMin are still cut into this many parts.
@@ -77,6 +78,8 @@ struct AttendJob {
     const int32_t* table;
     size_t k_offset;  // of (layer, K, head) in a page
     size_t v_offset;
+    size_t k_scales;  // of (layer, K, head) in an int8 page
+    size_t v_scales;
     int block_tokens;
     int head_dim;
     int first;
@@ -89,6 +92,17 @@ struct AttendJob {
     float* partial;  // per query head: maximum, sum, 14 unused, then [head_dim]
     int partial_stride;
     int prefetch_pages;
+};
+
+// One head turned by its position; what lies beyond `rotary_dim` is only scaled.
+struct RotateJob {
+    const float* x;  // [head_dim]
+    const float* cosine;
+    const float* sine;
+    float scale;
+    float* out;
+    int rotary_dim;
+    int head_dim;
 };
 
 struct MergeJob {
@@ -106,10 +120,9 @@ struct KernelTable {
     void (*tile_int8[kKinds])(const TileJob&);  // with int8 activations; null for float kinds
     void (*rms_norm)(const float* x, const float* weight, float* out, int n, float eps);
     void (*prepare)(const PrepareJob&);
-    void (*rotate)(const float* x, const float* cosine, const float* sine, float scale, float* out,
-                   int head_dim);
-    void (*store_kv[4])(const float* x, void* out, int n);  // by enum bt_kv
-    void (*attend[4])(const AttendJob&);                    // by enum bt_kv
+    void (*rotate)(const RotateJob&);
+    void (*store_kv[kKvTypes])(const float* x, void* out, float* scale, int n);  // scale: int8 only
+    void (*attend[kKvTypes])(const AttendJob&);
     void (*merge)(const MergeJob&);
     void (*silu_mul)(const float* gate, const float* up, float* out, int n);
 };

@@ -98,6 +98,11 @@ inline Vf vf_load_bf16(const uint16_t* p) {
 inline Vf vf_load_f16(const uint16_t* p) {
     return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))};
 }
+inline Vf vf_load_i8(const int8_t* p) {
+    const __m128i bytes = load128(p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 inline void vf_store_bf16(uint16_t* p, Vf x) {
     float lanes[16];
     vf_store(lanes, x);

@@ -77,6 +77,10 @@ inline Vf vf_load_bf16(const uint16_t* p) {
 inline Vf vf_load_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+inline Vf vf_load_i8(const int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
 inline void vf_store_bf16(uint16_t* p, Vf a) {
     const Vi bits = _mm512_castps_si512(a);
     const Vi odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

@@ -96,6 +96,14 @@ inline Vf vf_load_f16(const uint16_t* p) {
     BT_QUARTERS r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
     return r;
 }
+inline Vf vf_load_i8(const int8_t* p) {
+    const int8x16_t bytes = vld1q_s8(p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
+             vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
+             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
+             vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
+}
 inline void vf_store_bf16(uint16_t* p, Vf a) {
     float lanes[16];
     vf_store(lanes, a);

@@ -101,6 +101,11 @@ inline Vf vf_load_f16(const uint16_t* p) {
     BT_LANES r.v[i] = f16_float(p[i]);
     return r;
 }
+inline Vf vf_load_i8(const int8_t* p) {
+    Vf r;
+    BT_LANES r.v[i] = static_cast<float>(p[i]);
+    return r;
+}
 inline void vf_store_bf16(uint16_t* p, Vf a) {
     BT_LANES p[i] = float_bf16(a.v[i]);
 }

@@ -26,7 +26,8 @@ void expect(int code, const char* what) {
     }
 }
 
-bt_config make_config(uint32_t kv, uint32_t isa, uint32_t activation) {
+// `family` counts through what families add: biases, norms of heads, RoPE over a part of a head.
+bt_config make_config(uint32_t kv, uint32_t isa, uint32_t activation, uint32_t family) {
     bt_config config = {};
     config.layers = 2;
     config.hidden = 64;
@@ -44,6 +45,9 @@ bt_config make_config(uint32_t kv, uint32_t isa, uint32_t activation) {
     config.threads = 2;
     config.prefetch_pages = 1;
     config.has_tied_head = 1;
+    config.has_qkv_bias = family % 2;
+    config.has_qk_norm = family / 2 % 2;
+    config.rotary_dim = family % 3 == 0 ? 22 : config.head_dim;
     config.rms_eps = 1e-5f;
     return config;
 }
@@ -68,8 +72,8 @@ class Fuzzer {
   public:
     explicit Fuzzer(uint32_t seed) : random_(seed) {}
 
-    void run(uint32_t kv, uint32_t isa, uint32_t kind, uint32_t activation, int steps) {
-        config_ = make_config(kv, isa, activation);
+    void run(uint32_t kv, uint32_t isa, uint32_t kind, uint32_t family, int steps) {
+        config_ = make_config(kv, isa, (kind + kv) % 2, family);
         config_.weight_bytes = bt_packed_bytes(kind, config_.vocabulary, config_.hidden);
         for (const Weight& weight : layer_weights(config_)) {
             config_.weight_bytes +=
@@ -118,27 +122,43 @@ class Fuzzer {
         expect(bt_set_matrix(kernel_, role, layer, kind, values.data(), bytes), "matrix");
     }
 
+    // A vector that this kernel has; one that it has not, or of another size, is refused.
+    void set_vector(uint32_t role, uint32_t layer, uint64_t items, bool is_there) {
+        const std::vector<float> values = floats(items);
+        if (bt_set_vector(kernel_, role, layer, values.data(), items - 1) != BT_BAD_MATRIX) {
+            fail("a short vector was taken", static_cast<int>(role));
+        }
+        const int code = bt_set_vector(kernel_, role, layer, values.data(), items);
+        if (code != (is_there ? BT_OK : BT_BAD_MATRIX)) {
+            fail("a vector", code);
+        }
+    }
+
     void fill(uint32_t kind) {
         set(BT_EMBEDDING, 0, kind, config_.vocabulary, config_.hidden);
-        const std::vector<float> norm(config_.hidden, 1.0f);
         for (uint32_t layer = 0; layer < config_.layers; ++layer) {
             for (const Weight& weight : layer_weights(config_)) {
                 set(weight.role, layer, kind, weight.rows, weight.columns);
             }
-            expect(bt_set_norm(kernel_, BT_ATTENTION_NORM, layer, norm.data(), norm.size()),
-                   "norm");
+            set_vector(BT_ATTENTION_NORM, layer, config_.hidden, true);
+            const bool has_bias = config_.has_qkv_bias != 0, has_norm = config_.has_qk_norm != 0;
+            set_vector(BT_QUERY_BIAS, layer, config_.heads * config_.head_dim, has_bias);
+            set_vector(BT_KEY_BIAS, layer, config_.kv_heads * config_.head_dim, has_bias);
+            set_vector(BT_QUERY_NORM, layer, config_.head_dim, has_norm);
+            set_vector(BT_KEY_NORM, layer, config_.head_dim, has_norm);
             if (bt_seal(kernel_) != BT_INCOMPLETE) {
                 fail("sealed while incomplete", 0);
             }
-            expect(bt_set_norm(kernel_, BT_FEED_FORWARD_NORM, layer, norm.data(), norm.size()),
-                   "norm");
+            set_vector(BT_VALUE_BIAS, layer, config_.kv_heads * config_.head_dim, has_bias);
+            set_vector(BT_FEED_FORWARD_NORM, layer, config_.hidden, true);
         }
-        expect(bt_set_norm(kernel_, BT_FINAL_NORM, 0, norm.data(), norm.size()), "norm");
-        const std::vector<float> turn(config_.max_context * config_.head_dim / 2, 0.7f);
+        set_vector(BT_FINAL_NORM, 0, config_.hidden, true);
+        const std::vector<float> turn(config_.max_context * config_.rotary_dim / 2, 0.7f);
         expect(bt_set_rope(kernel_, turn.data(), turn.data(), turn.size()), "rope");
-        const uint64_t item = config_.kv == BT_KV_F32 ? 4 : 2;
-        const uint64_t page =
-            item * 2 * config_.layers * config_.kv_heads * config_.head_dim * config_.block_tokens;
+        const uint64_t item = config_.kv == BT_KV_F32 ? 4 : config_.kv == BT_KV_INT8 ? 1 : 2;
+        const uint64_t scale = config_.kv == BT_KV_INT8 ? 4 : 0;
+        const uint64_t rows = 2 * config_.layers * config_.kv_heads * config_.block_tokens;
+        const uint64_t page = rows * (item * config_.head_dim + scale);
         pages_.assign(kPages * page, 0);
         if (bt_set_pages(kernel_, pages_.data(), page - 4, kPages) != BT_BAD_SHAPE) {
             fail("short page slots were taken", 0);
@@ -201,8 +221,8 @@ int main(int count, char** arguments) {
     int runs = 0;
     for (uint32_t isa = BT_ISA_PORTABLE; isa <= BT_ISA_NEON; ++isa) {
         for (uint32_t kind = BT_F32; kind <= BT_Q4_1 && bt_resolve_isa(isa) >= 0; ++kind) {
-            for (uint32_t kv = BT_KV_F16; kv <= BT_KV_F32; ++kv, ++runs) {
-                fuzzer.run(kv, isa, kind, (kind + kv) % 2, steps);
+            for (uint32_t kv = BT_KV_F16; kv <= BT_KV_INT8; ++kv, ++runs) {
+                fuzzer.run(kv, isa, kind, static_cast<uint32_t>(runs), steps);
             }
         }
     }
