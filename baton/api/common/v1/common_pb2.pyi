@@ -1029,6 +1029,7 @@ class WorkerLoad(_message.Message):
     PAGES_FREE_FIELD_NUMBER: _builtins.int
     PAGES_TOTAL_FIELD_NUMBER: _builtins.int
     TPOT_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_RATE_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Sequences or prompts being worked on."""
     queued: _builtins.int
@@ -1045,6 +1046,10 @@ class WorkerLoad(_message.Message):
     """Pages of the arena."""
     tpot_s: _builtins.float
     """Measured seconds per output token."""
+    prefill_token_rate: _builtins.float
+    """Prompt tokens per second that a decode worker computes itself: measured by its local prefills
+    and recomputations, before the first by a test at its start. Zero: not known.
+    """
     def __init__(
         self,
         *,
@@ -1056,10 +1061,11 @@ class WorkerLoad(_message.Message):
         pages_free: _builtins.int = ...,
         pages_total: _builtins.int = ...,
         tpot_s: _builtins.float = ...,
+        prefill_token_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_max", b"active_max", "pages_free", b"pages_free", "pages_total", b"pages_total", "queued", b"queued", "queued_tokens", b"queued_tokens", "token_rate", b"token_rate", "tpot_s", b"tpot_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_max", b"active_max", "pages_free", b"pages_free", "pages_total", b"pages_total", "prefill_token_rate", b"prefill_token_rate", "queued", b"queued", "queued_tokens", b"queued_tokens", "token_rate", b"token_rate", "tpot_s", b"tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

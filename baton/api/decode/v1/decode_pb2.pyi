@@ -9,6 +9,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +20,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ServiceClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ServiceClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SERVICE_CLASS_UNSPECIFIED: _ServiceClass.ValueType  # 0
+    """The default: interactive."""
+    SERVICE_CLASS_INTERACTIVE: _ServiceClass.ValueType  # 1
+    """Somebody waits for it."""
+    SERVICE_CLASS_BATCH: _ServiceClass.ValueType  # 2
+    """Nobody waits for it: it yields to what is interactive."""
+
+class ServiceClass(_ServiceClass, metaclass=_ServiceClassEnumTypeWrapper):
+    """ServiceClass orders what waits for a slot: a higher one goes first."""
+
+SERVICE_CLASS_UNSPECIFIED: ServiceClass.ValueType  # 0
+"""The default: interactive."""
+SERVICE_CLASS_INTERACTIVE: ServiceClass.ValueType  # 1
+"""Somebody waits for it."""
+SERVICE_CLASS_BATCH: ServiceClass.ValueType  # 2
+"""Nobody waits for it: it yields to what is interactive."""
+Global___ServiceClass: _TypeAlias = ServiceClass  # noqa: Y015
 
 @_typing.final
 class PrepareRequest(_message.Message):
@@ -163,6 +188,9 @@ class StartSequence(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The internal request id."""
     log_id: _builtins.bytes
@@ -177,6 +205,12 @@ class StartSequence(_message.Message):
     """The log was opened for this worker and is not sealed: prefill it here first."""
     traceparent: _builtins.str
     """W3C trace context of the request."""
+    tenant: _builtins.str
+    """Whose request it is, as the gateway verified; slots are shared fairly between tenants."""
+    service_class: Global___ServiceClass.ValueType
+    """Its class, as the gateway's policy allows."""
+    priority: _builtins.int
+    """Within a class a higher one goes first, as the gateway's policy says."""
     @_builtins.property
     def label(self) -> _common_pb2.PairLabel:
         """The gateway's idea of the pair label."""
@@ -197,10 +231,13 @@ class StartSequence(_message.Message):
         label: _common_pb2.PairLabel | None = ...,
         deadline: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        service_class: Global___ServiceClass.ValueType = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "deadline", b"deadline", "generation", b"generation", "label", b"label", "local_prefill", b"local_prefill", "log_id", b"log_id", "next_index", b"next_index", "request_id", b"request_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "deadline", b"deadline", "generation", b"generation", "label", b"label", "local_prefill", b"local_prefill", "log_id", b"log_id", "next_index", b"next_index", "priority", b"priority", "request_id", b"request_id", "service_class", b"service_class", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +319,7 @@ class SequenceEvent(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     STAGE_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -299,6 +337,10 @@ class SequenceEvent(_message.Message):
         """It failed or was refused."""
 
     @_builtins.property
+    def waiting(self) -> Global___SequenceWaiting:
+        """It waits for a slot or for pages; told every few seconds."""
+
+    @_builtins.property
     def usage(self) -> _common_pb2.Usage:
         """Token counts, with the last event of an answer."""
 
@@ -313,18 +355,45 @@ class SequenceEvent(_message.Message):
         token: _common_pb2.TokenEvent | None = ...,
         started: Global___SequenceStarted | None = ...,
         error: _common_pb2.ErrorDetail | None = ...,
+        waiting: Global___SequenceWaiting | None = ...,
         usage: _common_pb2.Usage | None = ...,
         stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "started", b"started", "token", b"token", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "started", b"started", "token", b"token", "usage", b"usage", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "request_id", b"request_id", "stage_seconds", b"stage_seconds", "started", b"started", "token", b"token", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "request_id", b"request_id", "stage_seconds", b"stage_seconds", "started", b"started", "token", b"token", "usage", b"usage", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["token", "started", "error"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["token", "started", "error", "waiting"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___SequenceEvent: _TypeAlias = SequenceEvent  # noqa: Y015
+
+@_typing.final
+class SequenceWaiting(_message.Message):
+    """SequenceWaiting tells that a sequence is not forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
+    waiting: _builtins.int
+    """Sequences of this worker that wait, this one included."""
+    preempted: _builtins.bool
+    """It ran before and goes on from its log."""
+    def __init__(
+        self,
+        *,
+        waiting: _builtins.int = ...,
+        preempted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["preempted", b"preempted", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceWaiting: _TypeAlias = SequenceWaiting  # noqa: Y015
 
 @_typing.final
 class SequenceStarted(_message.Message):

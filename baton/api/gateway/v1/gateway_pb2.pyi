@@ -265,6 +265,8 @@ class Completed(_message.Message):
     KVSTORE_ADDRESS_FIELD_NUMBER: _builtins.int
     STAGE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFIX_ID_FIELD_NUMBER: _builtins.int
+    BROUGHT_FIELD_NUMBER: _builtins.int
+    HIDDEN_TRANSFER_SHARE_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Why it ended."""
     exactness: _common_pb2.ExactnessClass.ValueType
@@ -277,6 +279,12 @@ class Completed(_message.Message):
     """Address of the kvstore that is home to the log."""
     prefix_id: _builtins.str
     """Id of the published prefix that was spliced in, if one was."""
+    brought: _builtins.str
+    """How the log came to the decode worker's kvstore, where that is another than prefill's: moved,
+    forked or reopened.
+    """
+    hidden_transfer_share: _builtins.float
+    """Part of a moved log's bytes that was copied while its prompt was computed."""
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
         """Token counts."""
@@ -306,12 +314,16 @@ class Completed(_message.Message):
         kvstore_address: _builtins.str = ...,
         stage_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         prefix_id: _builtins.str = ...,
+        brought: _builtins.str = ...,
+        hidden_transfer_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["log", b"log", "time_to_first_token", b"time_to_first_token", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hidden_transfer_share", b"_hidden_transfer_share", "hidden_transfer_share", b"hidden_transfer_share", "log", b"log", "time_to_first_token", b"time_to_first_token", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exactness", b"exactness", "exactness_reason", b"exactness_reason", "finish_reason", b"finish_reason", "kv_source", b"kv_source", "kvstore_address", b"kvstore_address", "log", b"log", "prefix_id", b"prefix_id", "stage_seconds", b"stage_seconds", "time_to_first_token", b"time_to_first_token", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hidden_transfer_share", b"_hidden_transfer_share", "brought", b"brought", "exactness", b"exactness", "exactness_reason", b"exactness_reason", "finish_reason", b"finish_reason", "hidden_transfer_share", b"hidden_transfer_share", "kv_source", b"kv_source", "kvstore_address", b"kvstore_address", "log", b"log", "prefix_id", b"prefix_id", "stage_seconds", b"stage_seconds", "time_to_first_token", b"time_to_first_token", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__hidden_transfer_share: _TypeAlias = _typing.Literal["hidden_transfer_share"]  # noqa: Y015
+    _WhichOneofArgType__hidden_transfer_share: _TypeAlias = _typing.Literal["_hidden_transfer_share", b"_hidden_transfer_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hidden_transfer_share) -> _WhichOneofReturnType__hidden_transfer_share | None: ...
 
 Global___Completed: _TypeAlias = Completed  # noqa: Y015
 

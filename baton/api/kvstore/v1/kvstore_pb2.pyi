@@ -182,6 +182,8 @@ class OpenRequest(_message.Message):
     DROP_AT_END_FIELD_NUMBER: _builtins.int
     ACK_LEVEL_FIELD_NUMBER: _builtins.int
     BASE_CAPABILITY_FIELD_NUMBER: _builtins.int
+    FORCED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The internal request id; with the same body a retry gets the same answer."""
     body_hash: _builtins.bytes
@@ -204,6 +206,14 @@ class OpenRequest(_message.Message):
     """Level of every ack of this log."""
     base_capability: _builtins.str
     """Capability to read the base when it is not the tenant's own."""
+    forced_output_tokens: _builtins.int
+    """So many of the last token ids are an answer's tokens that a client has already: the log opens
+    sealed, without KV and without a writer, for a worker to take and go on. Zero: a prompt.
+    """
+    compute_tokens_per_s: _builtins.float
+    """Tokens a second the writer has been seen to compute; what is on a slower tier is loaded only
+    where that beats computing it. Zero: not known, it is loaded. No part of what a retry repeats.
+    """
     @_builtins.property
     def label(self) -> _common_pb2.PairLabel:
         """What the KV will be."""
@@ -248,10 +258,12 @@ class OpenRequest(_message.Message):
         drop_at_end: _builtins.bool = ...,
         ack_level: _common_pb2.AckLevel.ValueType = ...,
         base_capability: _builtins.str = ...,
+        forced_output_tokens: _builtins.int = ...,
+        compute_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "label", b"label", "manifest", b"manifest", "parent", b"parent", "sampling", b"sampling", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_level", b"ack_level", "base", b"base", "base_capability", b"base_capability", "body_hash", b"body_hash", "cache_mode", b"cache_mode", "cache_salt", b"cache_salt", "capability", b"capability", "drop_at_end", b"drop_at_end", "label", b"label", "log_id", b"log_id", "manifest", b"manifest", "output_pages", b"output_pages", "parent", b"parent", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "ttl", b"ttl", "writer_worker_id", b"writer_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_level", b"ack_level", "base", b"base", "base_capability", b"base_capability", "body_hash", b"body_hash", "cache_mode", b"cache_mode", "cache_salt", b"cache_salt", "capability", b"capability", "compute_tokens_per_s", b"compute_tokens_per_s", "drop_at_end", b"drop_at_end", "forced_output_tokens", b"forced_output_tokens", "label", b"label", "log_id", b"log_id", "manifest", b"manifest", "output_pages", b"output_pages", "parent", b"parent", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "ttl", b"ttl", "writer_worker_id", b"writer_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_base: _TypeAlias = _typing.Literal["parent", "manifest"]  # noqa: Y015
     _WhichOneofArgType_base: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
@@ -270,6 +282,7 @@ class OpenResponse(_message.Message):
     GRANTED_PAGES_FIELD_NUMBER: _builtins.int
     PREFIX_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The log's generation."""
     cached_tokens: _builtins.int
@@ -284,6 +297,10 @@ class OpenResponse(_message.Message):
     def lease(self) -> _duration_pb2.Duration:
         """Time without progress after which the log is fenced."""
 
+    @_builtins.property
+    def granted(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrantedPage]:
+        """The granted pages with the generation each is granted under."""
+
     def __init__(
         self,
         *,
@@ -292,10 +309,11 @@ class OpenResponse(_message.Message):
         granted_pages: _abc.Iterable[_builtins.int] | None = ...,
         prefix_id: _builtins.str = ...,
         lease: _duration_pb2.Duration | None = ...,
+        granted: _abc.Iterable[Global___GrantedPage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generation", b"generation", "granted_pages", b"granted_pages", "lease", b"lease", "prefix_id", b"prefix_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generation", b"generation", "granted", b"granted", "granted_pages", b"granted_pages", "lease", b"lease", "prefix_id", b"prefix_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,6 +330,7 @@ class GrantRequest(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     generation: _builtins.int
@@ -322,6 +341,8 @@ class GrantRequest(_message.Message):
     """Makes a retry harmless."""
     worker_id: _builtins.str
     """The attached worker that will write."""
+    capability: _builtins.str
+    """The worker's own capability."""
     def __init__(
         self,
         *,
@@ -330,10 +351,11 @@ class GrantRequest(_message.Message):
         pages: _builtins.int = ...,
         request_id: _builtins.str = ...,
         worker_id: _builtins.str = ...,
+        capability: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "log_id", b"log_id", "pages", b"pages", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "log_id", b"log_id", "pages", b"pages", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,6 +423,7 @@ class CommitCheckpointRequest(_message.Message):
     TO_POSITION_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     generation: _builtins.int
@@ -411,6 +434,8 @@ class CommitCheckpointRequest(_message.Message):
     """Position after the range."""
     capability: _builtins.str
     """The prompt's writer shows its capability once per stream of calls."""
+    request_id: _builtins.str
+    """With the same body a retry gets the same answer; absent: only what repeats itself is harmless."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PageEntry]:
         """The pages that hold the range, in position order; a partial first page is listed again."""
@@ -424,10 +449,11 @@ class CommitCheckpointRequest(_message.Message):
         to_position: _builtins.int = ...,
         pages: _abc.Iterable[_common_pb2.PageEntry] | None = ...,
         capability: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "from_position", b"from_position", "generation", b"generation", "log_id", b"log_id", "pages", b"pages", "to_position", b"to_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "from_position", b"from_position", "generation", b"generation", "log_id", b"log_id", "pages", b"pages", "request_id", b"request_id", "to_position", b"to_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -472,6 +498,7 @@ class SealRequest(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     generation: _builtins.int
@@ -484,6 +511,8 @@ class SealRequest(_message.Message):
     """Set when the answer ends with it."""
     capability: _builtins.str
     """Right to seal."""
+    request_id: _builtins.str
+    """With the same body a retry gets the same answer; absent: only what repeats itself is harmless."""
     @_builtins.property
     def logprob(self) -> _common_pb2.TokenLogprob:
         """Its log probability, when asked for."""
@@ -498,10 +527,11 @@ class SealRequest(_message.Message):
         logprob: _common_pb2.TokenLogprob | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         capability: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "capability", b"capability", "chunk_list_digest", b"chunk_list_digest", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "generation", b"generation", "log_id", b"log_id", "logprob", b"logprob"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "capability", b"capability", "chunk_list_digest", b"chunk_list_digest", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "generation", b"generation", "log_id", b"log_id", "logprob", b"logprob", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_id: _TypeAlias = _typing.Literal["first_token_id"]  # noqa: Y015
     _WhichOneofArgType__first_token_id: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id"]  # noqa: Y015
@@ -547,6 +577,7 @@ class TakeRequest(_message.Message):
     CAPABILITY_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    COMPUTE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     generation: _builtins.int
@@ -559,6 +590,8 @@ class TakeRequest(_message.Message):
     """Pages to grant at once."""
     request_id: _builtins.str
     """Makes a retry harmless."""
+    compute_tokens_per_s: _builtins.float
+    """As in OpenRequest."""
     def __init__(
         self,
         *,
@@ -568,10 +601,11 @@ class TakeRequest(_message.Message):
         capability: _builtins.str = ...,
         pages: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        compute_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "log_id", b"log_id", "pages", b"pages", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "compute_tokens_per_s", b"compute_tokens_per_s", "generation", b"generation", "log_id", b"log_id", "pages", b"pages", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -633,7 +667,7 @@ class MoveRequest(_message.Message):
     to_kvstore_address: _builtins.str
     """gRPC address of the new home."""
     capability: _builtins.str
-    """Right to take."""
+    """Right to move."""
     request_id: _builtins.str
     """Makes a retry harmless."""
     def __init__(
@@ -655,25 +689,704 @@ Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
 
 @_typing.final
 class MoveResponse(_message.Message):
-    """MoveResponse confirms."""
+    """MoveResponse gives the log away."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
+    CHUNK_LIST_DIGEST_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_BYTES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation at the new home."""
+    chunk_list_digest: _builtins.bytes
+    """Digest of the log's page table as one chunk list, 32 bytes."""
+    snapshot: _builtins.bytes
+    """All of the log's state as a SNAPSHOT body (docs/formats.md); empty when it is over 1 MiB, then
+    FetchSnapshot has it.
+    """
+    snapshot_bytes: _builtins.int
+    """Bytes of the SNAPSHOT body."""
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
+        chunk_list_digest: _builtins.bytes = ...,
+        snapshot: _builtins.bytes = ...,
+        snapshot_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_list_digest", b"chunk_list_digest", "generation", b"generation", "snapshot", b"snapshot", "snapshot_bytes", b"snapshot_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MoveResponse: _TypeAlias = MoveResponse  # noqa: Y015
+
+@_typing.final
+class ExpectLogRequest(_message.Message):
+    """ExpectLogRequest names a log that will come here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    FROM_KVSTORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    from_kvstore_address: _builtins.str
+    """gRPC address of its home."""
+    capability: _builtins.str
+    """Right to move; shown to the log's home too."""
+    request_id: _builtins.str
+    """Makes a retry harmless."""
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        from_kvstore_address: _builtins.str = ...,
+        capability: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "from_kvstore_address", b"from_kvstore_address", "log_id", b"log_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectLogRequest: _TypeAlias = ExpectLogRequest  # noqa: Y015
+
+@_typing.final
+class ExpectLogResponse(_message.Message):
+    """ExpectLogResponse confirms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectLogResponse: _TypeAlias = ExpectLogResponse  # noqa: Y015
+
+@_typing.final
+class AdoptLogRequest(_message.Message):
+    """AdoptLogRequest asks for a log to be moved here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    FROM_KVSTORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    generation: _builtins.int
+    """The newest generation the caller knows."""
+    from_kvstore_address: _builtins.str
+    """gRPC address of its home."""
+    capability: _builtins.str
+    """Right to move; shown to the log's home too."""
+    request_id: _builtins.str
+    """Makes a retry harmless."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Longest time for the whole move; absent: the store's default."""
+
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        generation: _builtins.int = ...,
+        from_kvstore_address: _builtins.str = ...,
+        capability: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "from_kvstore_address", b"from_kvstore_address", "generation", b"generation", "log_id", b"log_id", "request_id", b"request_id", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptLogRequest: _TypeAlias = AdoptLogRequest  # noqa: Y015
+
+@_typing.final
+class AdoptLogResponse(_message.Message):
+    """AdoptLogResponse says where the log stands here and what it took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    COMMITTED_POSITION_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    HIDDEN_BYTES_FIELD_NUMBER: _builtins.int
+    HIDDEN_TRANSFER_SHARE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    TRANSPORT_REASON_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    REGISTRATION_FIELD_NUMBER: _builtins.int
+    SYNC_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Its generation here."""
+    position: _builtins.int
+    """Tokens in the log."""
+    committed_position: _builtins.int
+    """Positions whose KV is here; what is missing is computed again from the tokens."""
+    transfer_bytes: _builtins.int
+    """Bytes of KV that were copied for this log."""
+    hidden_bytes: _builtins.int
+    """Of them, bytes that were here before the move began."""
+    hidden_transfer_share: _builtins.float
+    """hidden_bytes / transfer_bytes; 1 when there was nothing to copy."""
+    transport: _builtins.str
+    """How the bytes came."""
+    transport_reason: _builtins.str
+    """Why this transport was chosen."""
+    @_builtins.property
+    def queue(self) -> _duration_pb2.Duration:
+        """Waiting for a place among the transfers, after the move began."""
+
+    @_builtins.property
+    def transfer(self) -> _duration_pb2.Duration:
+        """Copying, after the move began."""
+
+    @_builtins.property
+    def verify(self) -> _duration_pb2.Duration:
+        """Comparing with CRCs, after the move began."""
+
+    @_builtins.property
+    def total(self) -> _duration_pb2.Duration:
+        """The whole move."""
+
+    @_builtins.property
+    def registration(self) -> _duration_pb2.Duration:
+        """Making pages ready to be written by the transport, after the move began."""
+
+    @_builtins.property
+    def sync(self) -> _duration_pb2.Duration:
+        """From asking for pages to the first word of them, after the move began."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        position: _builtins.int = ...,
+        committed_position: _builtins.int = ...,
+        transfer_bytes: _builtins.int = ...,
+        hidden_bytes: _builtins.int = ...,
+        hidden_transfer_share: _builtins.float = ...,
+        transport: _builtins.str = ...,
+        transport_reason: _builtins.str = ...,
+        queue: _duration_pb2.Duration | None = ...,
+        transfer: _duration_pb2.Duration | None = ...,
+        verify: _duration_pb2.Duration | None = ...,
+        total: _duration_pb2.Duration | None = ...,
+        registration: _duration_pb2.Duration | None = ...,
+        sync: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "registration", b"registration", "sync", b"sync", "total", b"total", "transfer", b"transfer", "verify", b"verify"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_position", b"committed_position", "generation", b"generation", "hidden_bytes", b"hidden_bytes", "hidden_transfer_share", b"hidden_transfer_share", "position", b"position", "queue", b"queue", "registration", b"registration", "sync", b"sync", "total", b"total", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transport", b"transport", "transport_reason", b"transport_reason", "verify", b"verify"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptLogResponse: _TypeAlias = AdoptLogResponse  # noqa: Y015
+
+@_typing.final
+class FollowLogRequest(_message.Message):
+    """FollowLogRequest begins to follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    KV_DIGEST_FIELD_NUMBER: _builtins.int
+    TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    capability: _builtins.str
+    """Right to move."""
+    kv_digest: _builtins.bytes
+    """What the follower's arena holds: KV digest, 16 bytes; another one is refused."""
+    tokenizer_hash: _builtins.bytes
+    """Tokenizer hash of the follower, 8 bytes."""
+    block_tokens: _builtins.int
+    """Token slots of the follower's pages."""
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports that the follower has."""
+
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        capability: _builtins.str = ...,
+        kv_digest: _builtins.bytes = ...,
+        tokenizer_hash: _builtins.bytes = ...,
+        block_tokens: _builtins.int = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "capability", b"capability", "kv_digest", b"kv_digest", "log_id", b"log_id", "tokenizer_hash", b"tokenizer_hash", "transports", b"transports"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowLogRequest: _TypeAlias = FollowLogRequest  # noqa: Y015
+
+@_typing.final
+class FollowLogResponse(_message.Message):
+    """FollowLogResponse is a piece of what was committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def head(self) -> Global___FollowHead:
+        """First message: where the log stands."""
+
+    @_builtins.property
+    def pages(self) -> Global___PageRun:
+        """Full pages that were committed, in position order; a page listed again has new content."""
+
+    @_builtins.property
+    def end(self) -> Global___FollowEnd:
+        """Last message: nothing more will come."""
+
+    def __init__(
+        self,
+        *,
+        head: Global___FollowHead | None = ...,
+        pages: Global___PageRun | None = ...,
+        end: Global___FollowEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "end", b"end", "head", b"head", "pages", b"pages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "end", b"end", "head", b"head", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["head", "pages", "end"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___FollowLogResponse: _TypeAlias = FollowLogResponse  # noqa: Y015
+
+@_typing.final
+class FollowHead(_message.Message):
+    """FollowHead is where a followed log stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    COMMITTED_POSITION_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Its generation."""
+    position: _builtins.int
+    """Tokens in the log."""
+    committed_position: _builtins.int
+    """Positions whose KV is committed."""
+    sealed: _builtins.bool
+    """Prefill is complete."""
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports that the log's home has."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        position: _builtins.int = ...,
+        committed_position: _builtins.int = ...,
+        sealed: _builtins.bool = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_position", b"committed_position", "generation", b"generation", "position", b"position", "sealed", b"sealed", "transports", b"transports"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowHead: _TypeAlias = FollowHead  # noqa: Y015
+
+@_typing.final
+class FollowEnd(_message.Message):
+    """FollowEnd closes a stream of FollowLog."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAY_MOVE_FIELD_NUMBER: _builtins.int
+    may_move: _builtins.bool
+    """The log can still move to the follower: it was not dropped, ended or taken here."""
+    def __init__(
+        self,
+        *,
+        may_move: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["may_move", b"may_move"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowEnd: _TypeAlias = FollowEnd  # noqa: Y015
+
+@_typing.final
+class FetchPagesRequest(_message.Message):
+    """FetchPagesRequest names a run of pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    UCX_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    capability: _builtins.str
+    """Right to move."""
+    first_index: _builtins.int
+    """Block index of the first page."""
+    page_count: _builtins.int
+    """How many pages, at most 2048."""
+    transport: _builtins.str
+    """How the content comes; empty: as chunks of this stream."""
+    @_builtins.property
+    def ucx(self) -> Global___UcxTarget:
+        """With transport ucx: where the content goes."""
+
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        capability: _builtins.str = ...,
+        first_index: _builtins.int = ...,
+        page_count: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        ucx: Global___UcxTarget | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ucx", b"ucx"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "first_index", b"first_index", "log_id", b"log_id", "page_count", b"page_count", "transport", b"transport", "ucx", b"ucx"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchPagesRequest: _TypeAlias = FetchPagesRequest  # noqa: Y015
+
+@_typing.final
+class UcxTarget(_message.Message):
+    """UcxTarget is where the pages of one FetchPages go, outside gRPC."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    address: _builtins.bytes
+    """Address of a worker of UCX, opaque, at most 4096 bytes."""
+    tag: _builtins.int
+    """Tag of the first page, drawn at random for this one call; the next page has the next tag."""
+    host: _builtins.bytes
+    """Which host and network the worker is on, hashed to 16 bytes."""
+    token: _builtins.str
+    """A kvstore's own right, bound to the other fields: only who holds the cluster's key can make a
+    kvstore open a connection.
+    """
+    def __init__(
+        self,
+        *,
+        address: _builtins.bytes = ...,
+        tag: _builtins.int = ...,
+        host: _builtins.bytes = ...,
+        token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "tag", b"tag", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UcxTarget: _TypeAlias = UcxTarget  # noqa: Y015
+
+@_typing.final
+class FetchPagesResponse(_message.Message):
+    """FetchPagesResponse is a piece of the content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pages(self) -> Global___PageRun:
+        """First message: the rows whose content follows; fewer than asked for when KV is gone."""
+
+    @_builtins.property
+    def chunk(self) -> Global___PageChunk:
+        """Content, in order; of a partial page only its committed slots, packed."""
+
+    @_builtins.property
+    def end(self) -> Global___FetchEnd:
+        """Last message."""
+
+    def __init__(
+        self,
+        *,
+        pages: Global___PageRun | None = ...,
+        chunk: Global___PageChunk | None = ...,
+        end: Global___FetchEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "end", b"end", "pages", b"pages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "end", b"end", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["pages", "chunk", "end"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___FetchPagesResponse: _TypeAlias = FetchPagesResponse  # noqa: Y015
+
+@_typing.final
+class PageChunk(_message.Message):
+    """PageChunk is consecutive bytes of the pages' content, under 1 MiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    offset_bytes: _builtins.int
+    """Offset in the content of all pages of this stream."""
+    data: _builtins.bytes
+    """The bytes."""
+    crc32c: _builtins.int
+    """CRC-32C of the bytes."""
+    def __init__(
+        self,
+        *,
+        offset_bytes: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        crc32c: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "data", b"data", "offset_bytes", b"offset_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageChunk: _TypeAlias = PageChunk  # noqa: Y015
+
+@_typing.final
+class FetchEnd(_message.Message):
+    """FetchEnd closes a stream of FetchPages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    SYNC_FIELD_NUMBER: _builtins.int
+    PAGE_CRC32C_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def queue(self) -> _duration_pb2.Duration:
+        """Waiting for a place among the transfers."""
+
+    @_builtins.property
+    def sync(self) -> _duration_pb2.Duration:
+        """Making the connection on which the content went, where it was not this stream."""
+
+    @_builtins.property
+    def page_crc32c(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """CRC-32C of each page's content as it was sent, where it did not go as chunks."""
+
+    def __init__(
+        self,
+        *,
+        queue: _duration_pb2.Duration | None = ...,
+        sync: _duration_pb2.Duration | None = ...,
+        page_crc32c: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "sync", b"sync"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_crc32c", b"page_crc32c", "queue", b"queue", "sync", b"sync"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchEnd: _TypeAlias = FetchEnd  # noqa: Y015
+
+@_typing.final
+class FetchSnapshotRequest(_message.Message):
+    """FetchSnapshotRequest names a moved log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    generation: _builtins.int
+    """The generation at the new home."""
+    capability: _builtins.str
+    """Right to move."""
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        generation: _builtins.int = ...,
+        capability: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "log_id", b"log_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSnapshotRequest: _TypeAlias = FetchSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class FetchSnapshotResponse(_message.Message):
+    """FetchSnapshotResponse is a piece of the state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """Bytes of the SNAPSHOT body, under 1 MiB."""
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchSnapshotResponse: _TypeAlias = FetchSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class MoveDoneRequest(_message.Message):
+    """MoveDoneRequest confirms a move."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    generation: _builtins.int
+    """The generation that the new home opened."""
+    capability: _builtins.str
+    """Right to move, of a kvstore."""
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        generation: _builtins.int = ...,
+        capability: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "log_id", b"log_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveDoneRequest: _TypeAlias = MoveDoneRequest  # noqa: Y015
+
+@_typing.final
+class MoveDoneResponse(_message.Message):
+    """MoveDoneResponse confirms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.bool
+    """Pages were dropped by this call."""
+    def __init__(
+        self,
+        *,
+        dropped: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveDoneResponse: _TypeAlias = MoveDoneResponse  # noqa: Y015
+
+@_typing.final
+class DescribeMoveRequest(_message.Message):
+    """DescribeMoveRequest asks for the fate of a moved log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    generation: _builtins.int
+    """The generation it moved at."""
+    capability: _builtins.str
+    """Right to move, of a kvstore."""
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        generation: _builtins.int = ...,
+        capability: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "log_id", b"log_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeMoveRequest: _TypeAlias = DescribeMoveRequest  # noqa: Y015
+
+@_typing.final
+class DescribeMoveResponse(_message.Message):
+    """DescribeMoveResponse says it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENED_FIELD_NUMBER: _builtins.int
+    opened: _builtins.bool
+    """It was opened here at that generation or a later one."""
+    def __init__(
+        self,
+        *,
+        opened: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeMoveResponse: _TypeAlias = DescribeMoveResponse  # noqa: Y015
 
 @_typing.final
 class AppendRequest(_message.Message):
@@ -915,6 +1628,7 @@ class ForkRequest(_message.Message):
     WRITER_WORKER_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    COMPUTE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The new log, 16 bytes."""
     capability: _builtins.str
@@ -923,6 +1637,8 @@ class ForkRequest(_message.Message):
     """The attached worker that will write; empty for none yet."""
     request_id: _builtins.str
     """Makes a retry harmless."""
+    compute_tokens_per_s: _builtins.float
+    """As in OpenRequest."""
     @_builtins.property
     def parent(self) -> _common_pb2.LogPosition:
         """Where to fork."""
@@ -940,10 +1656,11 @@ class ForkRequest(_message.Message):
         writer_worker_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
         sampling: _common_pb2.SamplingParameters | None = ...,
+        compute_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "log_id", b"log_id", "parent", b"parent", "request_id", b"request_id", "sampling", b"sampling", "writer_worker_id", b"writer_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "compute_tokens_per_s", b"compute_tokens_per_s", "log_id", b"log_id", "parent", b"parent", "request_id", b"request_id", "sampling", b"sampling", "writer_worker_id", b"writer_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -983,19 +1700,23 @@ class CancelRequest(_message.Message):
 
     LOG_ID_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     capability: _builtins.str
     """Right to write, open or administer."""
+    request_id: _builtins.str
+    """With the same body a retry gets the same answer; absent: only what repeats itself is harmless."""
     def __init__(
         self,
         *,
         log_id: _builtins.bytes = ...,
         capability: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "log_id", b"log_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "log_id", b"log_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1032,22 +1753,26 @@ class CloseRequest(_message.Message):
     LOG_ID_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     DROP_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     capability: _builtins.str
     """Right to write or open."""
     drop: _builtins.bool
     """Drop it now instead of at its TTL."""
+    request_id: _builtins.str
+    """With the same body a retry gets the same answer; absent: only what repeats itself is harmless."""
     def __init__(
         self,
         *,
         log_id: _builtins.bytes = ...,
         capability: _builtins.str = ...,
         drop: _builtins.bool = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "drop", b"drop", "log_id", b"log_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "drop", b"drop", "log_id", b"log_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1080,12 +1805,15 @@ class RenewLeasesRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     LOGS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The attached worker."""
     incarnation: _builtins.int
     """Its incarnation."""
     progress: _builtins.int
     """The worker's progress counter; it must have grown."""
+    capability: _builtins.str
+    """The worker's own capability."""
     @_builtins.property
     def logs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.LogPosition]:
         """The logs with the generations it writes at."""
@@ -1097,10 +1825,11 @@ class RenewLeasesRequest(_message.Message):
         incarnation: _builtins.int = ...,
         logs: _abc.Iterable[_common_pb2.LogPosition] | None = ...,
         progress: _builtins.int = ...,
+        capability: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "logs", b"logs", "progress", b"progress", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "incarnation", b"incarnation", "logs", b"logs", "progress", b"progress", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1129,6 +1858,74 @@ class RenewLeasesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewLeasesResponse: _TypeAlias = RenewLeasesResponse  # noqa: Y015
+
+@_typing.final
+class DistrustRequest(_message.Message):
+    """DistrustRequest names KV that was computed by a worker which has failed its check since."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The attached worker."""
+    incarnation: _builtins.int
+    """Its incarnation."""
+    capability: _builtins.str
+    """The worker's own capability."""
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.LogPosition]:
+        """Logs, each with the first position whose KV is not to be believed. Generations are not
+        compared, and logs that are not here are left out.
+        """
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        logs: _abc.Iterable[_common_pb2.LogPosition] | None = ...,
+        capability: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "incarnation", b"incarnation", "logs", b"logs", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DistrustRequest: _TypeAlias = DistrustRequest  # noqa: Y015
+
+@_typing.final
+class DistrustResponse(_message.Message):
+    """DistrustResponse says what was given up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGS_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    logs: _builtins.int
+    """Logs whose KV was cut, those of others included that shared the pages."""
+    prefixes: _builtins.int
+    """Published prefixes that were withdrawn."""
+    pages: _builtins.int
+    """Pages."""
+    def __init__(
+        self,
+        *,
+        logs: _builtins.int = ...,
+        prefixes: _builtins.int = ...,
+        pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs", "pages", b"pages", "prefixes", b"prefixes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DistrustResponse: _TypeAlias = DistrustResponse  # noqa: Y015
 
 @_typing.final
 class ReplayLogRequest(_message.Message):
@@ -1472,6 +2269,7 @@ class GetBlobRequest(_message.Message):
     FROM_POSITION_FIELD_NUMBER: _builtins.int
     TO_POSITION_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     from_position: _builtins.int
@@ -1480,6 +2278,10 @@ class GetBlobRequest(_message.Message):
     """Position after the range; zero: everything committed that fits into one blob."""
     capability: _builtins.str
     """Right to read blobs."""
+    offset_bytes: _builtins.int
+    """First payload byte to send, for a transfer that broke off: the descriptor comes all the same,
+    and goes on the same bytes while its payload_crc32c is the same.
+    """
     def __init__(
         self,
         *,
@@ -1487,10 +2289,11 @@ class GetBlobRequest(_message.Message):
         from_position: _builtins.int = ...,
         to_position: _builtins.int = ...,
         capability: _builtins.str = ...,
+        offset_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "from_position", b"from_position", "log_id", b"log_id", "to_position", b"to_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "from_position", b"from_position", "log_id", b"log_id", "offset_bytes", b"offset_bytes", "to_position", b"to_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1583,6 +2386,156 @@ class DescribeBlobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeBlobResponse: _TypeAlias = DescribeBlobResponse  # noqa: Y015
+
+@_typing.final
+class MapLogRequest(_message.Message):
+    """MapLogRequest asks for the pages of a log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    WORKER_CAPABILITY_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    capability: _builtins.str
+    """Right to read blobs."""
+    worker_id: _builtins.str
+    """The attached worker that will read."""
+    worker_capability: _builtins.str
+    """The worker's own capability."""
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long the pages are pinned at most; absent: the store's default."""
+
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        capability: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        worker_capability: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "lease", b"lease", "log_id", b"log_id", "worker_capability", b"worker_capability", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MapLogRequest: _TypeAlias = MapLogRequest  # noqa: Y015
+
+@_typing.final
+class MapLogResponse(_message.Message):
+    """MapLogResponse says where the KV stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAP_ID_FIELD_NUMBER: _builtins.int
+    COMMITTED_POSITION_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    PAGE_CRC32C_FIELD_NUMBER: _builtins.int
+    SLOT_CRC32C_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    map_id: _builtins.int
+    """Names the pins in UnmapLog."""
+    committed_position: _builtins.int
+    """Positions whose KV the pages hold, from 0 on."""
+    token_ids: _builtins.bytes
+    """The token ids of these positions, u32 little-endian."""
+    generation: _builtins.int
+    """The log's generation."""
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Page slots in the arena, in position order; all are full but perhaps the last."""
+
+    @_builtins.property
+    def page_crc32c(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """CRC-32C of each page's whole content; a last page that is still being filled has none."""
+
+    @_builtins.property
+    def slot_crc32c(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """CRC-32C of each committed slot of a last page without a CRC of its own."""
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long the pages stay pinned."""
+
+    def __init__(
+        self,
+        *,
+        map_id: _builtins.int = ...,
+        committed_position: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+        page_crc32c: _abc.Iterable[_builtins.int] | None = ...,
+        slot_crc32c: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_position", b"committed_position", "generation", b"generation", "lease", b"lease", "map_id", b"map_id", "page_crc32c", b"page_crc32c", "pages", b"pages", "slot_crc32c", b"slot_crc32c", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MapLogResponse: _TypeAlias = MapLogResponse  # noqa: Y015
+
+@_typing.final
+class UnmapLogRequest(_message.Message):
+    """UnmapLogRequest lets mapped pages go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAP_ID_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    map_id: _builtins.int
+    """From MapLogResponse."""
+    worker_id: _builtins.str
+    """The attached worker."""
+    capability: _builtins.str
+    """The worker's own capability."""
+    def __init__(
+        self,
+        *,
+        map_id: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        capability: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "map_id", b"map_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnmapLogRequest: _TypeAlias = UnmapLogRequest  # noqa: Y015
+
+@_typing.final
+class UnmapLogResponse(_message.Message):
+    """UnmapLogResponse confirms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    held: _builtins.bool
+    """The pages were pinned all the time; if not, what was read from them is worth nothing."""
+    def __init__(
+        self,
+        *,
+        held: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnmapLogResponse: _TypeAlias = UnmapLogResponse  # noqa: Y015
 
 @_typing.final
 class PublishedPrefix(_message.Message):
@@ -1724,19 +2677,23 @@ class RevokeRequest(_message.Message):
 
     PREFIX_ID_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     prefix_id: _builtins.str
     """Its id."""
     capability: _builtins.str
     """Right to publish, of the owner."""
+    request_id: _builtins.str
+    """With the same body a retry gets the same answer; absent: only what repeats itself is harmless."""
     def __init__(
         self,
         *,
         prefix_id: _builtins.str = ...,
         capability: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "prefix_id", b"prefix_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "prefix_id", b"prefix_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1881,12 +2838,17 @@ class DescribeArenaRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    capability: _builtins.str
+    """Any genuine capability."""
     def __init__(
         self,
+        *,
+        capability: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1908,6 +2870,7 @@ class DescribeArenaResponse(_message.Message):
     LOGS_KEPT_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     TRANSFERS_OPEN_FIELD_NUMBER: _builtins.int
+    NVME_FIELD_NUMBER: _builtins.int
     pages_free: _builtins.int
     """Pages nobody holds."""
     pages_granted: _builtins.int
@@ -1930,6 +2893,10 @@ class DescribeArenaResponse(_message.Message):
     def arena(self) -> Global___ArenaInfo:
         """The arena."""
 
+    @_builtins.property
+    def nvme(self) -> Global___NvmeInfo:
+        """The NVMe tier; absent where there is none."""
+
     def __init__(
         self,
         *,
@@ -1943,14 +2910,69 @@ class DescribeArenaResponse(_message.Message):
         logs_kept: _builtins.int = ...,
         leases: _builtins.int = ...,
         transfers_open: _builtins.int = ...,
+        nvme: Global___NvmeInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "nvme", b"nvme"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "leases", b"leases", "logs_kept", b"logs_kept", "logs_open", b"logs_open", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_live", b"pages_live", "pages_quarantined", b"pages_quarantined", "pages_shared", b"pages_shared", "transfers_open", b"transfers_open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "leases", b"leases", "logs_kept", b"logs_kept", "logs_open", b"logs_open", "nvme", b"nvme", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_live", b"pages_live", "pages_quarantined", b"pages_quarantined", "pages_shared", b"pages_shared", "transfers_open", b"transfers_open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeArenaResponse: _TypeAlias = DescribeArenaResponse  # noqa: Y015
+
+@_typing.final
+class NvmeInfo(_message.Message):
+    """NvmeInfo counts slots; slot_count = free + writing + held, always."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    SLOTS_FREE_FIELD_NUMBER: _builtins.int
+    SLOTS_WRITING_FIELD_NUMBER: _builtins.int
+    SLOTS_HELD_FIELD_NUMBER: _builtins.int
+    SLOTS_RETIRED_FIELD_NUMBER: _builtins.int
+    IS_DIRECT_FIELD_NUMBER: _builtins.int
+    READ_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    WRITE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    slot_count: _builtins.int
+    """All slots."""
+    slot_bytes: _builtins.int
+    """Bytes of one slot; as many as a slot of the arena."""
+    slots_free: _builtins.int
+    """Slots nobody refers to."""
+    slots_writing: _builtins.int
+    """Slots that are being written."""
+    slots_held: _builtins.int
+    """Slots that a log or a prefix refers to, and retired ones."""
+    slots_retired: _builtins.int
+    """Slots that failed and are not used again before the next start."""
+    is_direct: _builtins.bool
+    """Whether reads and writes go past the page cache."""
+    read_bytes_per_s: _builtins.float
+    """What the disk gave lately; 0: not measured yet."""
+    write_bytes_per_s: _builtins.float
+    """What the disk took lately; 0: nothing was written yet."""
+    def __init__(
+        self,
+        *,
+        slot_count: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        slots_free: _builtins.int = ...,
+        slots_writing: _builtins.int = ...,
+        slots_held: _builtins.int = ...,
+        slots_retired: _builtins.int = ...,
+        is_direct: _builtins.bool = ...,
+        read_bytes_per_s: _builtins.float = ...,
+        write_bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_direct", b"is_direct", "read_bytes_per_s", b"read_bytes_per_s", "slot_bytes", b"slot_bytes", "slot_count", b"slot_count", "slots_free", b"slots_free", "slots_held", b"slots_held", "slots_retired", b"slots_retired", "slots_writing", b"slots_writing", "write_bytes_per_s", b"write_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NvmeInfo: _TypeAlias = NvmeInfo  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
@@ -2001,3 +3023,161 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class ProbeTransferRequest(_message.Message):
+    """ProbeTransferRequest asks for generated bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    capability: _builtins.str
+    """Right to attach or to administer."""
+    size_bytes: _builtins.int
+    """How many bytes, at most 64 MiB."""
+    def __init__(
+        self,
+        *,
+        capability: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeTransferRequest: _TypeAlias = ProbeTransferRequest  # noqa: Y015
+
+@_typing.final
+class ProbeTransferResponse(_message.Message):
+    """ProbeTransferResponse is a piece of a probe."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def head(self) -> Global___ProbeHead:
+        """First message."""
+
+    @_builtins.property
+    def chunk(self) -> Global___PageChunk:
+        """Generated bytes, in order."""
+
+    @_builtins.property
+    def end(self) -> Global___FetchEnd:
+        """Last message."""
+
+    def __init__(
+        self,
+        *,
+        head: Global___ProbeHead | None = ...,
+        chunk: Global___PageChunk | None = ...,
+        end: Global___FetchEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "end", b"end", "head", b"head"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "end", b"end", "head", b"head"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["head", "chunk", "end"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___ProbeTransferResponse: _TypeAlias = ProbeTransferResponse  # noqa: Y015
+
+@_typing.final
+class ProbeHead(_message.Message):
+    """ProbeHead says what the answering kvstore is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    token_bytes: _builtins.int
+    """Bytes of KV of one token there."""
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports that it may use."""
+
+    def __init__(
+        self,
+        *,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
+        token_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_bytes", b"token_bytes", "transports", b"transports"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeHead: _TypeAlias = ProbeHead  # noqa: Y015
+
+@_typing.final
+class ParkRequest(_message.Message):
+    """ParkRequest gives up the writing of a log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    WORKER_CAPABILITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    generation: _builtins.int
+    """The newest generation the caller knows; an older one is refused."""
+    capability: _builtins.str
+    """Right to take."""
+    worker_id: _builtins.str
+    """The attached worker that is the log's writer and writes it no more; empty: the log of another
+    writer, whose pages stay quarantined until it says so itself.
+    """
+    worker_capability: _builtins.str
+    """The worker's own capability, with worker_id."""
+    request_id: _builtins.str
+    """Makes a retry harmless."""
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        generation: _builtins.int = ...,
+        capability: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        worker_capability: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "log_id", b"log_id", "request_id", b"request_id", "worker_capability", b"worker_capability", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkRequest: _TypeAlias = ParkRequest  # noqa: Y015
+
+@_typing.final
+class ParkResponse(_message.Message):
+    """ParkResponse says at which generation the log waits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The new generation; Take names it."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkResponse: _TypeAlias = ParkResponse  # noqa: Y015

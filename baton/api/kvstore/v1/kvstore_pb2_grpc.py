@@ -71,6 +71,41 @@ class KVStoreServiceStub:
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveResponse.FromString,
                 _registered_method=True)
+        self.ExpectLog = channel.unary_unary(
+                '/baton.api.kvstore.v1.KVStoreService/ExpectLog',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ExpectLogRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ExpectLogResponse.FromString,
+                _registered_method=True)
+        self.AdoptLog = channel.unary_unary(
+                '/baton.api.kvstore.v1.KVStoreService/AdoptLog',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.AdoptLogRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.AdoptLogResponse.FromString,
+                _registered_method=True)
+        self.FollowLog = channel.unary_stream(
+                '/baton.api.kvstore.v1.KVStoreService/FollowLog',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FollowLogRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FollowLogResponse.FromString,
+                _registered_method=True)
+        self.FetchPages = channel.unary_stream(
+                '/baton.api.kvstore.v1.KVStoreService/FetchPages',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchPagesRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchPagesResponse.FromString,
+                _registered_method=True)
+        self.FetchSnapshot = channel.unary_stream(
+                '/baton.api.kvstore.v1.KVStoreService/FetchSnapshot',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchSnapshotRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchSnapshotResponse.FromString,
+                _registered_method=True)
+        self.MoveDone = channel.unary_unary(
+                '/baton.api.kvstore.v1.KVStoreService/MoveDone',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveDoneRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveDoneResponse.FromString,
+                _registered_method=True)
+        self.DescribeMove = channel.unary_unary(
+                '/baton.api.kvstore.v1.KVStoreService/DescribeMove',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeMoveRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeMoveResponse.FromString,
+                _registered_method=True)
         self.Append = channel.stream_stream(
                 '/baton.api.kvstore.v1.KVStoreService/Append',
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.AppendRequest.SerializeToString,
@@ -101,6 +136,11 @@ class KVStoreServiceStub:
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.RenewLeasesRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.RenewLeasesResponse.FromString,
                 _registered_method=True)
+        self.Distrust = channel.unary_unary(
+                '/baton.api.kvstore.v1.KVStoreService/Distrust',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DistrustRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DistrustResponse.FromString,
+                _registered_method=True)
         self.ReplayLog = channel.unary_stream(
                 '/baton.api.kvstore.v1.KVStoreService/ReplayLog',
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ReplayLogRequest.SerializeToString,
@@ -120,6 +160,16 @@ class KVStoreServiceStub:
                 '/baton.api.kvstore.v1.KVStoreService/DescribeBlob',
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeBlobRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeBlobResponse.FromString,
+                _registered_method=True)
+        self.MapLog = channel.unary_unary(
+                '/baton.api.kvstore.v1.KVStoreService/MapLog',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MapLogRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MapLogResponse.FromString,
+                _registered_method=True)
+        self.UnmapLog = channel.unary_unary(
+                '/baton.api.kvstore.v1.KVStoreService/UnmapLog',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.UnmapLogRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.UnmapLogResponse.FromString,
                 _registered_method=True)
         self.Publish = channel.unary_unary(
                 '/baton.api.kvstore.v1.KVStoreService/Publish',
@@ -146,10 +196,20 @@ class KVStoreServiceStub:
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeArenaRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeArenaResponse.FromString,
                 _registered_method=True)
+        self.ProbeTransfer = channel.unary_stream(
+                '/baton.api.kvstore.v1.KVStoreService/ProbeTransfer',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ProbeTransferRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ProbeTransferResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/baton.api.kvstore.v1.KVStoreService/Drain',
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Park = channel.unary_unary(
+                '/baton.api.kvstore.v1.KVStoreService/Park',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ParkRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ParkResponse.FromString,
                 _registered_method=True)
 
 
@@ -203,7 +263,60 @@ class KVStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Move(self, request, context):
-        """Move makes another kvstore the log's home.
+        """Move makes another kvstore the log's home: this one refuses every write and grant from then on
+        and keeps the pages until MoveDone. The new home calls it; the same new home may call it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExpectLog(self, request, context):
+        """ExpectLog makes this kvstore follow a log that is being prefilled at another one: it copies
+        committed pages as a replica that serves nobody. A hint: without it AdoptLog copies everything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AdoptLog(self, request, context):
+        """AdoptLog makes this kvstore the log's home: it moves the log here, fetches the pages it lacks
+        and verifies all of them. May be called again; the answer is the log's state here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FollowLog(self, request, context):
+        """FollowLog tells a coming home which pages of a log are committed, as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchPages(self, request, context):
+        """FetchPages streams the content of pages to another kvstore; a broken stream goes on from the
+        first page that is missing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchSnapshot(self, request, context):
+        """FetchSnapshot streams the state of a moved log that was too big for MoveResponse.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveDone(self, request, context):
+        """MoveDone tells the old home that the new one has the log: its pages are dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeMove(self, request, context):
+        """DescribeMove tells an old home that heard nothing whether its log has been opened here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,6 +364,13 @@ class KVStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Distrust(self, request, context):
+        """Distrust gives up KV that its worker does not vouch for; tokens stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReplayLog(self, request, context):
         """ReplayLog streams a log's state and records from a position on.
         """
@@ -274,6 +394,21 @@ class KVStoreServiceServicer:
 
     def DescribeBlob(self, request, context):
         """DescribeBlob says what GetBlob would send, without the bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MapLog(self, request, context):
+        """MapLog pins a log's committed pages for an attached worker that reads them in place, and lists
+        them: no byte is copied.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnmapLog(self, request, context):
+        """UnmapLog lets the pages go; the answer says whether they stood still until now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -314,8 +449,24 @@ class KVStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProbeTransfer(self, request, context):
+        """ProbeTransfer streams generated bytes the way FetchPages streams pages, for measuring the way
+        between two nodes. Sizes and rate are bounded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Drain refuses new logs and waits for the open ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Park(self, request, context):
+        """Park leaves a log that will go on later without a writer: its generation is raised, its tokens
+        stay, and its KV may be evicted until it is taken again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -359,6 +510,41 @@ def add_KVStoreServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveRequest.FromString,
                     response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveResponse.SerializeToString,
             ),
+            'ExpectLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExpectLog,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ExpectLogRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ExpectLogResponse.SerializeToString,
+            ),
+            'AdoptLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdoptLog,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.AdoptLogRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.AdoptLogResponse.SerializeToString,
+            ),
+            'FollowLog': grpc.unary_stream_rpc_method_handler(
+                    servicer.FollowLog,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FollowLogRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FollowLogResponse.SerializeToString,
+            ),
+            'FetchPages': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchPages,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchPagesRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchPagesResponse.SerializeToString,
+            ),
+            'FetchSnapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchSnapshot,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchSnapshotRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchSnapshotResponse.SerializeToString,
+            ),
+            'MoveDone': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveDone,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveDoneRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveDoneResponse.SerializeToString,
+            ),
+            'DescribeMove': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeMove,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeMoveRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeMoveResponse.SerializeToString,
+            ),
             'Append': grpc.stream_stream_rpc_method_handler(
                     servicer.Append,
                     request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.AppendRequest.FromString,
@@ -389,6 +575,11 @@ def add_KVStoreServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.RenewLeasesRequest.FromString,
                     response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.RenewLeasesResponse.SerializeToString,
             ),
+            'Distrust': grpc.unary_unary_rpc_method_handler(
+                    servicer.Distrust,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DistrustRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DistrustResponse.SerializeToString,
+            ),
             'ReplayLog': grpc.unary_stream_rpc_method_handler(
                     servicer.ReplayLog,
                     request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ReplayLogRequest.FromString,
@@ -408,6 +599,16 @@ def add_KVStoreServiceServicer_to_server(servicer, server):
                     servicer.DescribeBlob,
                     request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeBlobRequest.FromString,
                     response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeBlobResponse.SerializeToString,
+            ),
+            'MapLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.MapLog,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MapLogRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MapLogResponse.SerializeToString,
+            ),
+            'UnmapLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnmapLog,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.UnmapLogRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.UnmapLogResponse.SerializeToString,
             ),
             'Publish': grpc.unary_unary_rpc_method_handler(
                     servicer.Publish,
@@ -434,10 +635,20 @@ def add_KVStoreServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeArenaRequest.FromString,
                     response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeArenaResponse.SerializeToString,
             ),
+            'ProbeTransfer': grpc.unary_stream_rpc_method_handler(
+                    servicer.ProbeTransfer,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ProbeTransferRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ProbeTransferResponse.SerializeToString,
+            ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DrainResponse.SerializeToString,
+            ),
+            'Park': grpc.unary_unary_rpc_method_handler(
+                    servicer.Park,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ParkRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ParkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -642,6 +853,195 @@ class KVStoreService:
             _registered_method=True)
 
     @staticmethod
+    def ExpectLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/ExpectLog',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ExpectLogRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ExpectLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdoptLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/AdoptLog',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.AdoptLogRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.AdoptLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/FollowLog',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FollowLogRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FollowLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/FetchPages',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchPagesRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchPagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/FetchSnapshot',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchSnapshotRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.FetchSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveDone(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/MoveDone',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveDoneRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MoveDoneResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeMove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/DescribeMove',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeMoveRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeMoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Append(request_iterator,
             target,
             options=(),
@@ -804,6 +1204,33 @@ class KVStoreService:
             _registered_method=True)
 
     @staticmethod
+    def Distrust(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/Distrust',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DistrustRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DistrustResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ReplayLog(request,
             target,
             options=(),
@@ -901,6 +1328,60 @@ class KVStoreService:
             '/baton.api.kvstore.v1.KVStoreService/DescribeBlob',
             baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeBlobRequest.SerializeToString,
             baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DescribeBlobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MapLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/MapLog',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MapLogRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.MapLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnmapLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/UnmapLog',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.UnmapLogRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.UnmapLogResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1047,6 +1528,33 @@ class KVStoreService:
             _registered_method=True)
 
     @staticmethod
+    def ProbeTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/ProbeTransfer',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ProbeTransferRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ProbeTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Drain(request,
             target,
             options=(),
@@ -1063,6 +1571,33 @@ class KVStoreService:
             '/baton.api.kvstore.v1.KVStoreService/Drain',
             baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DrainRequest.SerializeToString,
             baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Park(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.KVStoreService/Park',
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ParkRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_kvstore__pb2.ParkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,7 @@ class RunRequest(_message.Message):
     CAPABILITY_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     KV_ONLY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The internal request id, bound into the capability."""
     log_id: _builtins.bytes
@@ -42,6 +43,8 @@ class RunRequest(_message.Message):
     """Rights to replay, commit and seal."""
     kv_only: _builtins.bool
     """Compute the KV and seal without sampling: used to publish a prefix."""
+    tenant: _builtins.str
+    """Whose request it is, as the gateway verified; prompts take turns fairly between tenants."""
     @_builtins.property
     def label(self) -> _common_pb2.PairLabel:
         """The gateway's idea of the pair label; a mismatch is refused naming the field."""
@@ -55,10 +58,11 @@ class RunRequest(_message.Message):
         capability: _builtins.str = ...,
         label: _common_pb2.PairLabel | None = ...,
         kv_only: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "kv_only", b"kv_only", "label", b"label", "log_id", b"log_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "kv_only", b"kv_only", "label", b"label", "log_id", b"log_id", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
