@@ -81,11 +81,11 @@ class AppendStream:
             await self._clock.wait(self._never, self._limits.retry_pause_s)
 
     def _patience_s(self, error: ServiceError) -> float:
-        """A store that is silent may be frozen and go on; one that is gone is waited for less."""
+        """A store that is silent may be frozen and go on; one that is gone may come back."""
         limits = self._limits
         if error.reason is Reason.TRANSFER_TIMEOUT:
             return limits.give_up_s
-        return min(limits.unreachable_s, limits.give_up_s)
+        return limits.unreachable_s
 
     async def _attempt(self, entries: Sequence[AppendEntry]) -> tuple[AppendOutcome, ...]:
         is_done = False
@@ -124,4 +124,5 @@ class AppendStream:
 
 
 def _may_pass(error: ServiceError) -> bool:
-    return error.reason in (Reason.WORKER_LOST, Reason.TRANSFER_TIMEOUT)
+    # QUEUE_FULL: the store's log takes no more now, for want of space or because the disk is slow.
+    return error.reason in (Reason.WORKER_LOST, Reason.TRANSFER_TIMEOUT, Reason.QUEUE_FULL)

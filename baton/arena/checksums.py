@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.arena.copying import checksum, slot_checksums
 from baton.arena.mapping import MappedArena
 from baton.arena.page_table import PageTable
 from baton.arena.replay import PageRow
 from baton.kv.crc import slot_list_crc
 from baton.kv.digests import ChunkPage
-from baton.kv.layout import page_crc, slot_crc, slot_crcs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ def commit_rows(
                 page=granted.page,
                 page_generation=granted.page_generation,
                 tokens=tokens,
-                crc32c=page_crc(arena.geometry, page) if is_full else None,
-                slot_crcs=() if is_full else slot_crcs(arena.geometry, page, 0, tokens),
+                crc32c=checksum(page) if is_full else None,
+                slot_crcs=() if is_full else slot_checksums(arena.geometry, page, 0, tokens),
             )
         )
     return tuple(rows)
@@ -54,8 +54,8 @@ def slot_checksum(arena: MappedArena, table: PageTable, position: int) -> SlotCh
     page = arena.page(granted.page)
     is_last = slot == table.block_tokens - 1
     return SlotChecksum(
-        slot_crc32c=slot_crc(arena.geometry, page, slot),
-        page_crc32c=page_crc(arena.geometry, page) if is_last else None,
+        slot_crc32c=slot_checksums(arena.geometry, page, slot, 1)[0],
+        page_crc32c=checksum(page) if is_last else None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -117,11 +117,15 @@ class ArenaCounts:
 
 
 class KVStoreClient:
-    """Typed calls of one kvstore over a channel it does not own."""
+    """Typed calls of one kvstore over a channel it does not own.
 
-    def __init__(self, channel: Channel, worker_id: str) -> None:
+    `capability` is the worker's own; attaching shows it too, and later calls go by that one.
+    """
+
+    def __init__(self, channel: Channel, worker_id: str, capability: str = "") -> None:
         self._stub = kvstore_pb2_grpc.KVStoreServiceStub(channel)
         self._worker_id = worker_id
+        self._capability = capability
 
     @property
     def worker_id(self) -> str:
@@ -131,7 +135,7 @@ class KVStoreClient:
     async def describe_arena(self) -> ArenaCounts:
         """The arena's shape and how many pages are free."""
         answer = await self._stub.DescribeArena(
-            kvstore_pb2.DescribeArenaRequest(), timeout=CALL_TIMEOUT_S
+            kvstore_pb2.DescribeArenaRequest(capability=self._capability), timeout=CALL_TIMEOUT_S
         )
         return ArenaCounts(shape=wire.arena_from_proto(answer.arena), pages_free=answer.pages_free)
 
@@ -139,6 +143,7 @@ class KVStoreClient:
         self, identity: WorkerIdentity, held: Iterable[HeldLog] = ()
     ) -> AttachTicket:
         """Introduce this worker; the answer is worth one fetch of the descriptor."""
+        self._capability = identity.capability
         request = kvstore_pb2.AttachRequest(
             worker_id=identity.worker_id,
             incarnation=identity.incarnation,
@@ -186,6 +191,7 @@ class KVStoreClient:
                 pages=pages,
                 request_id=request_id,
                 worker_id=self._worker_id,
+                capability=self._capability,
             ),
             timeout=CALL_TIMEOUT_S,
         )
@@ -233,8 +239,19 @@ class KVStoreClient:
         answer = await self._stub.Seal(request, timeout=CALL_TIMEOUT_S)
         return int(answer.position)
 
-    async def take(self, log: HeldLog, capability: str, *, pages: int, request_id: str) -> TakenLog:
-        """Become the log's writer under a new generation; STALE_GENERATION if another is newer."""
+    async def take(
+        self,
+        log: HeldLog,
+        capability: str,
+        *,
+        pages: int,
+        request_id: str,
+        compute_tokens_per_s: float = 0.0,
+    ) -> TakenLog:
+        """Become the log's writer under a new generation; STALE_GENERATION if another is newer.
+
+        `compute_tokens_per_s`: how fast missing KV would be computed here; 0: not known.
+        """
         answer = await self._stub.Take(
             kvstore_pb2.TakeRequest(
                 log_id=log.log_id,
@@ -243,6 +260,7 @@ class KVStoreClient:
                 capability=capability,
                 pages=pages,
                 request_id=request_id,
+                compute_tokens_per_s=compute_tokens_per_s,
             ),
             timeout=CALL_TIMEOUT_S,
         )
@@ -251,6 +269,24 @@ class KVStoreClient:
             position=answer.position,
             pages=wire.grants_from_proto(answer.pages),
         )
+
+    async def park(
+        self, log: HeldLog, capability: str, *, request_id: str, is_writer: bool
+    ) -> HeldLog:
+        """Leave a log without a writer, its KV evictable; returns it at the generation it waits at.
+
+        `is_writer`: this worker wrote it and has stopped. STALE_GENERATION if another is newer.
+        """
+        request = kvstore_pb2.ParkRequest(
+            log_id=log.log_id,
+            generation=log.generation,
+            capability=capability,
+            request_id=request_id,
+        )
+        if is_writer:
+            request.worker_id, request.worker_capability = self._worker_id, self._capability
+        answer = await self._stub.Park(request, timeout=CALL_TIMEOUT_S)
+        return HeldLog(log_id=log.log_id, generation=answer.generation)
 
     async def renew_leases(
         self, incarnation: int, logs: Sequence[HeldLog], progress: int
@@ -262,10 +298,30 @@ class KVStoreClient:
                 incarnation=incarnation,
                 logs=[_position(log) for log in logs],
                 progress=progress,
+                capability=self._capability,
             ),
             timeout=CALL_TIMEOUT_S,
         )
         return frozenset(answer.lost_log_ids)
+
+    async def distrust(self, incarnation: int, from_positions: Mapping[bytes, int]) -> int:
+        """Give up the KV of logs (by id) from a position on; returns how many pages that were.
+
+        Every log and published prefix that shares the pages loses them too; tokens stay.
+        """
+        answer = await self._stub.Distrust(
+            kvstore_pb2.DistrustRequest(
+                worker_id=self._worker_id,
+                incarnation=incarnation,
+                logs=[
+                    common_pb2.LogPosition(log_id=log_id, position=position)
+                    for log_id, position in from_positions.items()
+                ],
+                capability=self._capability,
+            ),
+            timeout=CALL_TIMEOUT_S,
+        )
+        return int(answer.pages)
 
     def open_append(self) -> AppendCall:
         """A fresh append stream; it lives until cancelled or broken, with ids of no request."""

@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import Reason, ServiceError
-from baton.kv.crc import Buffer, ByteArray, as_bytes, crc32c, extend_crc32c, mask_crc
+from baton.kv.crc import (
+    Buffer,
+    ByteArray,
+    as_bytes,
+    combine_crc32c,
+    crc32c,
+    extend_crc32c,
+    mask_crc,
+)
 from baton.kv.digests import TokenIds, ids_bytes
 from baton.kv.label import mismatch
 from baton.kv.layout import (
@@ -379,11 +387,17 @@ def _as_text(value: bytes | KvDtype | int) -> str:
     return value.text if isinstance(value, KvDtype) else str(value)
 
 
-def seal_header(header: BlobHeader, pages: Sequence[Buffer], token_ids: TokenIds) -> BlobHeader:
+def seal_header(
+    header: BlobHeader,
+    pages: Sequence[Buffer],
+    token_ids: TokenIds,
+    *,
+    page_crcs: Sequence[int] | None = None,
+) -> BlobHeader:
     """Return `header` with payload_bytes and payload_crc of these packed pages and ids.
 
-    `pages` are the packed contents of `header.spans()`. Raises BLOB_INVALID where they do not fit
-    the header.
+    `pages` are the packed contents of `header.spans()`; with their CRCs given they are not read.
+    Raises BLOB_INVALID where they do not fit the header.
     """
     spans = list(header.spans())
     if len(spans) != len(pages):
@@ -395,7 +409,10 @@ def seal_header(header: BlobHeader, pages: Sequence[Buffer], token_ids: TokenIds
     for index, (span, page) in enumerate(zip(spans, pages, strict=True)):
         if as_bytes(page).size != span.tokens * token_bytes:
             raise invalid("payload", f"page {index} is not {span.tokens * token_bytes} bytes")
-        crc = extend_crc32c(crc, page)
+        if page_crcs is None:
+            crc = extend_crc32c(crc, page)
+        else:
+            crc = combine_crc32c(crc, page_crcs[index], as_bytes(page).size)
     crc = extend_crc32c(crc, ids_bytes(token_ids))
     size = payload_bytes_for(header.geometry, header.total_tokens)
     return replace(header, payload_bytes=size, payload_crc=crc)

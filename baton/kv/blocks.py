@@ -9,9 +9,9 @@ guess one; a caller's salt only ever makes a scope smaller.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from blake3 import blake3
 
@@ -21,6 +21,7 @@ from baton.kv.digests import DIGEST_BYTES, HASH_BYTES, TokenIds, canonical, ids_
 SECRET_CONTEXT: Final = "baton-serving scope secret v1"
 """The literal context of BLAKE3 derive_key; changing it invalidates every block key."""
 
+PUBLISHED_LABEL: Final = "baton.published.v1"
 NO_PARENT: Final = bytes(HASH_BYTES)
 SCOPE_TEXT_BYTES_MAX: Final = 256
 
@@ -62,7 +63,27 @@ class Scope:
         return canonical(self.tenant, self.team or "", self.role or "", self.cache_salt or "")
 
 
-def scope_secret(cluster_key: bytes, key_version: int, scope: Scope) -> bytes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedScope:
+    """Published prefixes that are looked up together: their owner, and whom they are granted to.
+
+    `tenants` are sorted and distinct. Its keys never meet those of a tenant's own scope: the two
+    encodings differ in their number of fields.
+    """
+
+    owner: str
+    tenants: tuple[str, ...]
+
+    def canonical_bytes(self) -> bytes:
+        """Return the bytes that keys and secrets cover."""
+        return canonical(PUBLISHED_LABEL, self.owner, canonical(*self.tenants))
+
+
+AnyScope: TypeAlias = Scope | PublishedScope
+"""What has block keys of its own."""
+
+
+def scope_secret(cluster_key: bytes, key_version: int, scope: AnyScope) -> bytes:
     """Return the scope's secret (32 bytes): BLAKE3 derive_key(literal context; key material)."""
     assert len(cluster_key) >= HASH_BYTES, "the cluster key has at least 32 bytes"
     material = canonical(cluster_key, struct.pack("<I", key_version), scope.canonical_bytes())
@@ -70,7 +91,7 @@ def scope_secret(cluster_key: bytes, key_version: int, scope: Scope) -> bytes:
 
 
 def block_key(
-    secret: bytes, scope: Scope, kv: bytes, ids: TokenIds, *, parent: bytes | None = None
+    secret: bytes, scope: AnyScope, kv: bytes, ids: TokenIds, *, parent: bytes | None = None
 ) -> bytes:
     """Return the key (32 bytes) of the block that holds `ids` after `parent` (None: the first).
 
@@ -89,7 +110,7 @@ class BlockChain:
     """Computes the chained keys of the full blocks of a sequence within one scope."""
 
     secret: bytes
-    scope: Scope
+    scope: AnyScope
     kv: bytes
     block_tokens: int
 
@@ -98,8 +119,18 @@ class BlockChain:
 
         `parent` continues a chain, for instance from a published scope into the tenant's own.
         """
-        key = parent
-        for first in range(0, len(ids) - self.block_tokens + 1, self.block_tokens):
-            block = ids[first : first + self.block_tokens]
-            key = block_key(self.secret, self.scope, self.kv, block, parent=key)
+        data, size = ids_bytes(ids), 4 * self.block_tokens
+        blocks = (data[first : first + size] for first in range(0, len(data) - size + 1, size))
+        return self.keys_of(blocks, parent=parent)
+
+    def keys_of(self, blocks: Iterable[bytes], *, parent: bytes | None = None) -> Iterator[bytes]:
+        """Yield the key of each full block, given as its `ids_bytes`."""
+        assert len(self.secret) == HASH_BYTES
+        key = NO_PARENT if parent is None else parent
+        # The fields of `block_key`, those that stay encoded once: it runs for each block of a
+        # prompt.
+        head = canonical(self.scope.canonical_bytes(), self.kv) + struct.pack("<I", HASH_BYTES)
+        between = struct.pack("<I", 4 * self.block_tokens)
+        for block in blocks:
+            key = blake3(head + key + between + block, key=self.secret).digest()
             yield key

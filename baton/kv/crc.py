@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import google_crc32c
@@ -23,6 +24,9 @@ ByteArray: TypeAlias = npt.NDArray[np.uint8]
 
 _MASK_DELTA: Final = 0xA282EAD8
 _U32: Final = 0xFFFFFFFF
+_POLYNOMIAL: Final = 0x82F63B78
+_ONE: Final = 1 << 31
+_X: Final = 1 << 30
 
 
 def as_bytes(buffer: Buffer) -> ByteArray:
@@ -39,6 +43,38 @@ def crc32c(buffer: Buffer) -> int:
 def extend_crc32c(crc: int, buffer: Buffer) -> int:
     """Return the CRC-32C of (what `crc` was computed over) followed by `buffer`."""
     return int(google_crc32c.extend(crc, as_bytes(buffer)))
+
+
+def combine_crc32c(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32C of two buffers one after the other, from that of each.
+
+    `second_bytes` is the length of the second; neither is read again.
+    """
+    return _product(_power_of_x(8 * second_bytes), first) ^ second
+
+
+@lru_cache(maxsize=1024)
+def _power_of_x(exponent: int) -> int:
+    """x to the `exponent` modulo the CRC's polynomial, bits reflected."""
+    result, base = _ONE, _X
+    while exponent:
+        if exponent & 1:
+            result = _product(base, result)
+        base = _product(base, base)
+        exponent >>= 1
+    return result
+
+
+def _product(one: int, other: int) -> int:
+    """The product of two polynomials modulo the CRC's, bits reflected."""
+    total, bit = 0, _ONE
+    while one:
+        if one & bit:
+            total ^= other
+            one ^= bit
+        other = (other >> 1) ^ (_POLYNOMIAL if other & 1 else 0)
+        bit >>= 1
+    return total
 
 
 def mask_crc(crc: int) -> int:

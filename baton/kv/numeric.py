@@ -6,8 +6,9 @@ Owns the class text, its id and the compatibility policy. Names no kernel and no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final
 
 from blake3 import blake3
@@ -101,7 +102,16 @@ class CompatPolicy:
 STRICT_POLICY: Final = CompatPolicy(readable=frozenset())
 """Every class reads only its own KV."""
 
-DEFAULT_POLICY: Final = CompatPolicy.of_mutual(
-    [(TORCH_BF16, NATIVE_Q4_1), (TORCH_Q4_1, NATIVE_Q4_1)]
-)
-"""Torch bf16, whatever its weights came from, and the native decode class read each other."""
+_PACKED_FORMATS: Final = ("q4_0", "q4_1", "q8_0")
+
+
+def _torch_and_native() -> Iterator[tuple[NumericClass, NumericClass]]:
+    for weights, kv in product(_PACKED_FORMATS, ("bf16", "int8")):
+        native = replace(NATIVE_Q4_1, weights=weights, kv=kv)
+        yield replace(TORCH_BF16, kv=kv), native
+        yield replace(TORCH_Q4_1, weights=weights, kv=kv), native
+
+
+DEFAULT_POLICY: Final = CompatPolicy.of_mutual(_torch_and_native())
+"""Torch bf16, whatever its weights came from, and the native decode class of the same blocks read
+each other. So do they with int8 KV; KV of one type is never read as the other."""

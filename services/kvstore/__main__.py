@@ -6,11 +6,12 @@ import asyncio
 import importlib.metadata
 import os
 import sys
+from collections.abc import Callable
 from typing import Final
 
 import structlog
 
-from baton.api.kvstore.v1 import kvstore_pb2_grpc
+from baton.api.kvstore.v1 import device_pb2_grpc, operators_pb2_grpc, sessions_pb2_grpc
 from baton.capability import CapabilitySigner, Claims, Right
 from baton.client import ChannelPool
 from baton.cluster_key import cluster_key
@@ -25,23 +26,33 @@ from baton.http_server import HttpServer
 from baton.ids import new_incarnation
 from baton.lifecycle import Service, run_service
 from baton.log import configure_logging
+from baton.memory import keep_freed_memory
 from baton.metrics import Metrics
 from baton.metrics_server import metrics_application
 from baton.models import resolve
 from baton.process_files import write_port_file
 from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
-from baton.rpc.server import RpcServer, ServerOptions, build_server
+from baton.rpc.server import RpcServer, ServerOptions, build_server, is_loopback
 from baton.text.bundle import TextBundle
 from baton.tracing import start_tracing
 from services.kvstore.assembly import Assembled, Plan, assemble
 from services.kvstore.config import KVStoreConfig, default_arena_dir
+from services.kvstore.device_rpc import FOLLOW_METHOD
+from services.kvstore.device_rpc import SERVICE_NAME as DEVICE_SERVICE_NAME
 from services.kvstore.identity import Identity
-from services.kvstore.servicer import APPEND_METHOD, SERVICE_NAME
+from services.kvstore.moving.assembly import open_planes
+from services.kvstore.operator_rpc import SERVICE_NAME as OPERATOR_SERVICE_NAME
+from services.kvstore.scrub import Pace
+from services.kvstore.servicer import APPEND_METHOD, SERVICE_NAME, add_to_server
+from services.kvstore.session_rpc import SERVICE_NAME as SESSION_SERVICE_NAME
+from services.kvstore.tiers.demotion import Watermarks
+from services.kvstore.tiers.nvme_tier import NvmePlan
 
 NAME: Final = "kvstore"
 DISTRIBUTION: Final = "baton-serving"
 CALLS_MAX: Final = 2048
+STREAMS: Final = frozenset({APPEND_METHOD, FOLLOW_METHOD})
 OWN_CAPABILITY_TTL_S: Final = 10 * 365 * 86_400.0
 
 _log = structlog.stdlib.get_logger("services.kvstore")
@@ -55,15 +66,30 @@ async def wire(service: Service, config: KVStoreConfig) -> None:
         ServerOptions(
             bind=f"{config.host}:{config.port}",
             is_insecure_bind_allowed=config.insecure_bind,
-            limits=CallLimits(calls_max=CALLS_MAX, unbounded_methods=frozenset({APPEND_METHOD})),
+            limits=CallLimits(calls_max=CALLS_MAX, unbounded_methods=STREAMS),
         ),
         RpcMeasures(metrics, "server"),
     )
     key = cluster_key(config.cluster_key_file)
-    plan = await asyncio.get_running_loop().run_in_executor(None, lambda: _plan(config, key))
+    plan = await asyncio.get_running_loop().run_in_executor(
+        None, lambda: _plan(config, key, lambda: config.advertise or server.target)
+    )
     assembled = await assemble(service, plan, service.clock, metrics)
+    server.register(add_to_server, assembled.servicer, SERVICE_NAME)
     server.register(
-        kvstore_pb2_grpc.add_KVStoreServiceServicer_to_server, assembled.servicer, SERVICE_NAME
+        operators_pb2_grpc.add_OperatorServiceServicer_to_server,
+        assembled.operators,
+        OPERATOR_SERVICE_NAME,
+    )
+    server.register(
+        device_pb2_grpc.add_DeviceServiceServicer_to_server,
+        assembled.devices,
+        DEVICE_SERVICE_NAME,
+    )
+    server.register(
+        sessions_pb2_grpc.add_SessionServiceServicer_to_server,
+        assembled.sessions,
+        SESSION_SERVICE_NAME,
     )
     await service.start("grpc", server)
 
@@ -77,7 +103,7 @@ async def wire(service: Service, config: KVStoreConfig) -> None:
     await _start_heartbeats(service, config, _Beating(server, plan, assembled, metrics_address))
 
 
-def _plan(config: KVStoreConfig, key: bytes) -> Plan:
+def _plan(config: KVStoreConfig, key: bytes, own_address: Callable[[], str]) -> Plan:
     """What the model's files and the settings come to. Reads the weights once, to hash them."""
     try:
         files = resolve(config.model)
@@ -107,7 +133,31 @@ def _plan(config: KVStoreConfig, key: bytes) -> Plan:
         lease_s=config.lease_s,
         ttl_s=config.ttl_s,
         segments_max=config.log_segments_max,
+        is_arena_removed=config.remove_arena,
+        quotas=config.quotas,
+        scrub=_scrub_pace(config),
+        nvme=_nvme_plan(config),
+        watermarks=Watermarks(low=config.demote_below, high=config.demote_until),
+        own_address=own_address,
+        planes=open_planes(
+            config.transport.value,
+            is_loopback=is_loopback(config.host),
+            ports=config.ucx_ports,
+            stall_s=config.transfer_stall_s,
+        ),
     )
+
+
+def _nvme_plan(config: KVStoreConfig) -> NvmePlan | None:
+    if not config.nvme_bytes:
+        return None
+    return NvmePlan(directory=config.nvme_dir or config.log_dir, nvme_bytes=config.nvme_bytes)
+
+
+def _scrub_pace(config: KVStoreConfig) -> Pace | None:
+    if not config.scrub_period_s:
+        return None
+    return Pace(period_s=config.scrub_period_s, bytes_per_s=config.scrub_bytes_per_s)
 
 
 async def _start_metrics(service: Service, config: KVStoreConfig, metrics: Metrics) -> str:
@@ -154,7 +204,7 @@ class _Beating:
             model=identity.model,
             version=software_version(),
             is_draining=is_draining,
-            is_ready=is_ready and not is_draining,
+            is_ready=is_ready and not is_draining and self._runtime.writer.fault is None,
             progress=self._runtime.progress,
             load=Load(
                 active=len(core.leases),
@@ -207,6 +257,7 @@ def main() -> None:
     config = load_config_or_exit(KVStoreConfig, NAME, sys.argv[1:], os.environ)
     configure_logging(NAME, level=config.log_level.upper())
     start_tracing(NAME, is_enabled=config.tracing)
+    keep_freed_memory()
     sys.exit(run_service(NAME, lambda service: wire(service, config)))
 
 

@@ -5,15 +5,11 @@ Owns the checks. Never mints. Tenant and scope come from the verified claims, ne
 
 from __future__ import annotations
 
-from typing import Final
-
 from baton.capability import CapabilityVerifier, Claims, Right
-from baton.errors import ServiceError
+from baton.errors import Reason, ServiceError
 from services.kvstore.core import Core
 from services.kvstore.keeper import require_tenant
 from services.kvstore.state import LogState
-
-SHOWN_MAX: Final = 65_536
 
 
 class Access:
@@ -22,8 +18,6 @@ class Access:
     def __init__(self, verifier: CapabilityVerifier, core: Core) -> None:
         self._verifier = verifier
         self._core = core
-        # (log, generation) pairs whose writer has shown its capability on this store.
-        self._shown: dict[tuple[bytes, int], None] = {}
 
     def tenant(self, capability: str, right: Right, *, log_id: bytes | None = None) -> Claims:
         """Claims of a tenant that allow `right`, bound to `log_id` if they are bound."""
@@ -49,40 +43,64 @@ class Access:
 
         A dropped log's id passes to the core, which knows what to say of it.
         """
-        claims = self.any_of(capability, rights, log_id=log_id)
+        return self.log_of(self.any_of(capability, rights, log_id=log_id), log_id)
+
+    def log_of(self, claims: Claims, log_id: bytes) -> LogState:
+        """As `log`, for claims that are verified already."""
         log = self._core.logs.get(log_id)
         if log is None:
             if log_id in self._core.tombstones:
                 self._core.current(log_id, 0)
             return self._core.find(log_id)
-        self._require_tenant(claims, log)
+        self._require_log(claims, log)
         return log
 
-    def own(self, capability: str, rights: tuple[Right, ...], log_id: bytes) -> None:
-        """As `log`, for calls that are harmless on a log that is gone."""
-        claims = self.any_of(capability, rights, log_id=log_id)
+    def own(self, claims: Claims, log_id: bytes) -> None:
+        """As `log_of`, for calls that are harmless on a log that is gone."""
         log = self._core.logs.get(log_id)
         if log is not None:
-            self._require_tenant(claims, log)
+            self._require_log(claims, log)
 
-    def writer(self, capability: str, right: Right, log_id: bytes, generation: int) -> None:
-        """A writer shows its capability once per log and generation; later calls may omit it."""
-        if not capability and (log_id, generation) in self._shown:
-            return
-        claims = self._verifier.verify(capability, right=right, log_id=log_id)
-        log = self._core.logs.get(log_id)
-        if log is not None:
-            self._require_tenant(claims, log)
-        if len(self._shown) >= SHOWN_MAX:
-            self._shown.clear()
-        self._shown[log_id, generation] = None
+    def writer(self, capability: str, right: Right, log_id: bytes, generation: int) -> Claims:
+        """A writer shows its capability with every call: who only knows a log's id and its
+        generation writes nothing.
+        """
+        claims = self._verifier.verify(
+            capability, right=right, log_id=log_id, generation=generation
+        )
+        self.own(claims, log_id)
+        return claims
+
+    def genuine(self, capability: str) -> None:
+        """Any capability that is signed and not over."""
+        self.any_of(capability, tuple(Right))
+
+    def operator(self, capability: str) -> Claims:
+        """Claims of an operator: the right ADMIN, and no tenant whose logs alone they are for."""
+        claims = self._verifier.verify(capability, right=Right.ADMIN)
+        if claims.tenant is not None:
+            raise ServiceError(
+                Reason.PERMISSION_DENIED,
+                "the capability is a tenant's; show an operator's",
+                field="capability",
+                metadata={"failed": "tenant"},
+            )
+        return claims
 
     def worker(self, capability: str) -> Claims:
         """Claims of a worker: they allow to attach."""
         return self._verifier.verify(capability, right=Right.ATTACH)
 
-    def _require_tenant(self, claims: Claims, log: LogState) -> None:
-        """An operator's capability names no tenant and passes."""
-        if claims.tenant is None and Right.ADMIN in claims.rights:
-            return
-        require_tenant(log, claims.tenant_scope()[0])
+    def _require_log(self, claims: Claims, log: LogState) -> None:
+        """The log's own tenant, and its generation where the claims are bound to one. An operator's
+        capability names no tenant and passes.
+        """
+        if claims.tenant is not None or Right.ADMIN not in claims.rights:
+            require_tenant(log, claims.tenant_scope()[0])
+        if claims.generation not in (None, log.generation):
+            raise ServiceError(
+                Reason.PERMISSION_DENIED,
+                "the capability is for another generation of this log",
+                field="capability",
+                metadata={"failed": "generation"},
+            )

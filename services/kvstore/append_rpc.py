@@ -56,20 +56,24 @@ class AppendCalls:
         if len(request.entries) > ENTRIES_MAX:
             raise invalid("entries", f"at most {ENTRIES_MAX} a message")
         await faults.reach("kv.before_append")
+        self._runtime.writer.require_room()
         response = kvstore_pb2.AppendResponse(batch_id=request.batch_id)
         home, writes = self._runtime.store.home, self._runtime.store.writes
         now_s = self._runtime.clock.monotonic_s()
         level = AckLevel.OS
         fresh: list[int] = []
+        add_outcome, append, item_of = response.outcomes.add, writes.append, wire.append_item_of
         for entry in request.entries:
-            outcome = response.outcomes.add()
+            outcome = add_outcome()
             try:
-                log = writes.append(wire.append_item_of(entry), worker_id, now_s)
+                is_again = bool(entry.pages_wanted) and self._is_again(entry)
+                log = append(item_of(entry), worker_id, now_s)
                 if log.ack_level is AckLevel.DISK:
                     level = AckLevel.DISK
                 if entry.pages_wanted and log.writer is not None:
                     wanted = min(entry.pages_wanted, PAGES_WANTED_MAX)
-                    pages = home.grant_up_to(log, wanted)
+                    grant = home.grant_again if is_again else home.grant_up_to
+                    pages = grant(log, wanted)
                     _add_pages(outcome, pages)
                     fresh += [page.page for page in pages]
             except ServiceError as error:
@@ -79,6 +83,11 @@ class AppendCalls:
         self._measures.appended(len(request.entries))
         response.ack_level = wire.ack_level_to_proto(level)
         return response
+
+    def _is_again(self, entry: kvstore_pb2.AppendEntry) -> bool:
+        """Whether the entry's token is there already: its ack, and pages with it, were lost."""
+        log = self._runtime.core.logs.get(entry.log_id)
+        return log is not None and entry.position < log.position
 
 
 @contextmanager

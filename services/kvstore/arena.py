@@ -1,13 +1,11 @@
 """The host arena: one tmpfs file of equal page slots, allocated and touched whole at start.
 
 Owns the file, its header, its mapping and the bytes of pages (zeroing, copying, checking). Never
-decides which page is whose. A file belongs to one kvstore process, which holds a flock on it; a
-file whose kvstore is dead is made anew.
+decides which page is whose. A file belongs to one kvstore process, which holds a flock on it. It
+outlives that process: the next one that wants exactly this arena reattaches it, with all its bytes;
+a file that is anything else is made anew under another id.
 
-Header, 4096 bytes, little-endian: magic `BKA1`, version u16, reserved u16, arena id 16 B,
-slot_bytes u64, page_bytes u64, page_count u32, layers u16, kv_heads u16, head_dim u16,
-head_dim_v u16, block_tokens u16, dtype u16, kv digest 16 B, masked CRC-32C u32 of all before it;
-zeros follow.
+Its header is that of `slot_files`, with magic `BKA1`.
 """
 
 from __future__ import annotations
@@ -18,23 +16,34 @@ import fcntl
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from baton.errors import StartupError
-from baton.kv.crc import ByteArray, crc32c, mask_crc
+from baton.kv.crc import ByteArray
 from baton.kv.layout import KvGeometry
+from services.kvstore.slot_files import DATA_OFFSET as DATA_OFFSET
+from services.kvstore.slot_files import (
+    GENERATION_BITS,
+    HEADER_BYTES,
+    FileNames,
+    SlotHeader,
+    free_bytes,
+    lock_existing,
+    make_unnamed,
+)
 
 MAGIC: Final = b"BKA1"
-VERSION: Final = 1
-DATA_OFFSET: Final = 4096
+VERSION: Final = 2
 LOCK_BASE: Final = 2**40
 PAGES_MIN: Final = 2
+SLOTS_MAX: Final = 4096
+"""Worker slots: lock bytes from `LOCK_BASE` on."""
 
-_HEADER: Final = struct.Struct("<4sHH16sQQIHHHHHH16s")
+_NAMES: Final = FileNames(kind="arena", directory_flag="--arena-dir")
 # struct flock: l_type, l_whence, l_start, l_len, l_pid (padded as the kernel's on 64 bits).
 _FLOCK: Final = struct.Struct("hhqqi4x")
 _F_OFD_GETLK: Final = 36
@@ -62,47 +71,95 @@ class ArenaSpec:
         """Page slots that fit."""
         return self.arena_bytes // self.geometry.slot_bytes
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.header.file_bytes
+
+    @property
+    def header(self) -> SlotHeader:
+        """What the file's header says."""
+        return SlotHeader(
+            magic=MAGIC,
+            version=VERSION,
+            file_id=self.arena_id,
+            slot_count=self.page_count,
+            geometry=self.geometry,
+            kv_digest=self.kv_digest,
+        )
+
 
 class Arena:
-    """A created, touched and mapped arena. Close it in the end; the file is removed."""
+    """A mapped arena. `is_reattached`: its bytes are those of the kvstore before."""
 
-    def __init__(self, spec: ArenaSpec, descriptor: int, mapping: mmap.mmap) -> None:
+    def __init__(
+        self, spec: ArenaSpec, descriptor: int, mapping: mmap.mmap, *, starts: int = 0
+    ) -> None:
         self.spec = spec
         self.geometry = spec.geometry
         self.page_count = spec.page_count
         self.slot_bytes = spec.geometry.slot_bytes
         self.page_bytes = spec.geometry.page_bytes
+        self.is_reattached = starts > 0
+        self.generation_floor = starts << GENERATION_BITS
         self._descriptor = descriptor
         self._mapping = mapping
         self._bytes: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
 
     @classmethod
-    def create(cls, spec: ArenaSpec) -> Arena:
-        """Makes the file; StartupError with a hint where it does not fit or is in use."""
-        if spec.page_count < PAGES_MIN:
-            raise StartupError(
-                f"--arena-bytes {spec.arena_bytes} holds {spec.page_count} pages of "
-                f"{spec.geometry.slot_bytes} bytes",
-                hint=f"give at least {PAGES_MIN * spec.geometry.slot_bytes}",
-            )
+    def open(cls, spec: ArenaSpec) -> Arena:
+        """The file that is there, if it is what `spec` wants (but for its id), else a new one.
+
+        StartupError with a hint where it does not fit, or while another kvstore has it.
+        """
+        _require_pages(spec)
         spec.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_stale(spec.path)
-        total = DATA_OFFSET + spec.page_count * spec.geometry.slot_bytes
-        _check_space(spec.directory, total)
-        descriptor = os.open(spec.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = lock_existing(spec.path, _NAMES)
+        if descriptor is None:
+            return cls._made(spec)
+        header = os.pread(descriptor, HEADER_BYTES, 0)
+        found = spec.header.found_in(header)
+        if found is None or os.fstat(descriptor).st_size != spec.file_bytes:
+            # While its flock is ours: nobody else can have opened it in between.
+            spec.path.unlink()
+            os.close(descriptor)
+            return cls._made(spec)
+        arena_id, starts = found
+        spec = replace(spec, arena_id=arena_id)
+        # Before anything is granted: page generations of this life are those of no other.
+        os.pwrite(descriptor, spec.header.encode(starts + 1), 0)
         try:
-            return cls(spec, descriptor, _fill(descriptor, spec, total))
+            mapping = _mapped(descriptor, spec.file_bytes)
         except OSError as error:
             os.close(descriptor)
-            spec.path.unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise _does_not_fit(spec.directory, total, None) from error
-            raise
+            raise _cannot_have(spec, error) from error
+        return cls(spec, descriptor, mapping, starts=starts + 1)
+
+    @classmethod
+    def _made(cls, spec: ArenaSpec) -> Arena:
+        total = spec.file_bytes
+        _check_space(spec.directory, total)
+        # Headed and locked before it has its name: who opens it by name finds it whole.
+        unnamed, descriptor = make_unnamed(spec.path)
+        try:
+            mapping = _mapped(descriptor, total)
+            mapping[:DATA_OFFSET] = spec.header.encode(0).ljust(DATA_OFFSET, b"\0")
+            unnamed.rename(spec.path)
+        except OSError as error:
+            os.close(descriptor)
+            unnamed.unlink(missing_ok=True)
+            raise _cannot_have(spec, error) from error
+        return cls(spec, descriptor, mapping)
 
     def page(self, page: int) -> ByteArray:
         """The content of one page, writable, without the slot's padding."""
         start = DATA_OFFSET + page * self.slot_bytes
         return self._bytes[start : start + self.page_bytes]
+
+    def slot(self, page: int) -> ByteArray:
+        """All bytes of one page slot, writable, padding included; page-aligned."""
+        start = DATA_OFFSET + page * self.slot_bytes
+        return self._bytes[start : start + self.slot_bytes]
 
     def zero(self, page: int) -> None:
         """Clears a page slot, padding included."""
@@ -132,38 +189,39 @@ class Arena:
         answer = fcntl.fcntl(self._descriptor, _F_OFD_GETLK, ask)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
+    def locked_slots(self) -> list[int]:
+        """The worker slots whose lock some process has, in order."""
+        any_slot = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, LOCK_BASE, SLOTS_MAX, 0)
+        answer = fcntl.fcntl(self._descriptor, _F_OFD_GETLK, any_slot)
+        if _FLOCK.unpack(answer)[0] == fcntl.F_UNLCK:
+            return []
+        return [slot for slot in range(SLOTS_MAX) if self.is_slot_locked(slot)]
+
     def close(self) -> None:
-        """Unmaps and removes the file; workers that have it mapped keep their mapping."""
-        self.spec.path.unlink(missing_ok=True)
+        """Unmaps; the file stays, and the next kvstore of this node finds it."""
         self._bytes = np.empty(0, dtype=np.uint8)
         # A page view may still be held somewhere; then the mapping goes with the process.
         with contextlib.suppress(BufferError):
             self._mapping.close()
         os.close(self._descriptor)
 
+    def remove(self) -> None:
+        """Closes and removes the file; workers that have it mapped keep their mapping."""
+        self.spec.path.unlink(missing_ok=True)
+        self.close()
 
-def _remove_stale(path: Path) -> None:
-    """Removes a dead kvstore's file; StartupError while its flock is held."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+
+def _require_pages(spec: ArenaSpec) -> None:
+    if spec.page_count < PAGES_MIN:
         raise StartupError(
-            f"a running kvstore has the arena {path}",
-            hint="stop it, or give this one another --node-id or --arena-dir",
-        ) from error
-    else:
-        path.unlink()
-    finally:
-        os.close(descriptor)
+            f"--arena-bytes {spec.arena_bytes} holds {spec.page_count} pages of "
+            f"{spec.geometry.slot_bytes} bytes",
+            hint=f"give at least {PAGES_MIN * spec.geometry.slot_bytes}",
+        )
 
 
 def _check_space(directory: Path, total: int) -> None:
-    stats = os.statvfs(directory)
-    free = stats.f_bavail * stats.f_frsize
+    free = free_bytes(directory)
     if total > free:
         raise _does_not_fit(directory, total, free)
 
@@ -177,35 +235,17 @@ def _does_not_fit(directory: Path, total: int, free: int | None) -> StartupError
     )
 
 
-def _fill(descriptor: int, spec: ArenaSpec, total: int) -> mmap.mmap:
-    """Allocates, maps and touches the whole file, then writes its header."""
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _cannot_have(spec: ArenaSpec, error: OSError) -> Exception:
+    """What to say of an arena that could not be allocated or mapped."""
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return _does_not_fit(spec.directory, spec.file_bytes, None)
+    return error
+
+
+def _mapped(descriptor: int, total: int) -> mmap.mmap:
+    """Allocates, maps and touches the whole file; what stands in it stays."""
     # Allocated, not sparse: a full tmpfs must fail here and not as SIGBUS in a worker.
     os.posix_fallocate(descriptor, 0, total)
-    mapping = mmap.mmap(
+    return mmap.mmap(
         descriptor, total, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE
     )
-    mapping[:DATA_OFFSET] = encode_header(spec).ljust(DATA_OFFSET, b"\0")
-    return mapping
-
-
-def encode_header(spec: ArenaSpec) -> bytes:
-    """The header's fields and CRC, without the zeros behind them."""
-    geometry = spec.geometry
-    body = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        0,
-        spec.arena_id,
-        geometry.slot_bytes,
-        geometry.page_bytes,
-        spec.page_count,
-        geometry.layers,
-        geometry.kv_heads,
-        geometry.head_dim,
-        geometry.head_dim_v,
-        geometry.block_tokens,
-        geometry.dtype.wire_code,
-        spec.kv_digest,
-    )
-    return body + struct.pack("<I", mask_crc(crc32c(body)))

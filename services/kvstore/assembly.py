@@ -7,60 +7,85 @@ submit). Used by the process and by in-process tests; reads no configuration.
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 from blake3 import blake3
 
-from baton.capability import CapabilityVerifier
+from baton.capability import CapabilitySigner, CapabilityVerifier
+from baton.client import ChannelPool
 from baton.clock import WaitingClock
-from baton.errors import StartupError
-from baton.kv.blocks import Scope, scope_secret
-from baton.lifecycle import Service, every
+from baton.kv.blocks import AnyScope, scope_secret
+from baton.lifecycle import Service
 from baton.metrics import Metrics
 from services.kvstore.access import Access
 from services.kvstore.append_rpc import AppendCalls
 from services.kvstore.arena import Arena, ArenaSpec
 from services.kvstore.attach import AttachDesk
 from services.kvstore.blob_rpc import BlobCalls
+from services.kvstore.compaction import COMPACTION_INTERVAL_S
 from services.kvstore.core import Core, Limits
+from services.kvstore.device_rpc import DeviceServicer
 from services.kvstore.identity import Identity
+from services.kvstore.import_rpc import ImportCalls
 from services.kvstore.lease import LeaseTable
 from services.kvstore.log.journal import LogJournal
 from services.kvstore.log.reader import LogScan, scan_directory
-from services.kvstore.log.recovery import Recovered, recover
 from services.kvstore.log.segments import SegmentWriter
-from services.kvstore.log.store_records import CloseReason
 from services.kvstore.log.writer import LogWriter
 from services.kvstore.log_rpc import LogCalls
 from services.kvstore.measures import StoreMeasures
+from services.kvstore.moving.assembly import MoveParts, Moves, Planes, assemble_moves
+from services.kvstore.moving.measures import MoveMeasures
+from services.kvstore.operator_rpc import OperatorServicer
 from services.kvstore.page_worker import PageWorker
 from services.kvstore.pages import PagePool
+from services.kvstore.park_rpc import ParkCalls
+from services.kvstore.parts import (
+    Closing,
+    DirectoryLock,
+    Draining,
+    Loop,
+    Repeating,
+    Threads,
+    nothing,
+)
 from services.kvstore.prefix_rpc import PrefixCalls
+from services.kvstore.quota_desk import LOOK_INTERVAL_S, QuotaDesk, show_no_quotas
+from services.kvstore.reattaching import Reattached, index_rest, new_arena_id, reattach, take_in
 from services.kvstore.runtime import SWEEP_INTERVAL_S, Runtime
-from services.kvstore.servicer import Calls, KVStoreServicer, drain
-from services.kvstore.state import LogState
+from services.kvstore.scrub import Pace
+from services.kvstore.scrub_targets import ArenaTarget, SlotTarget
+from services.kvstore.scrubbing import Scrubber
+from services.kvstore.servicer import Calls, KVStoreServicer
+from services.kvstore.session_rpc import SessionServicer
 from services.kvstore.store import Store
+from services.kvstore.tiers.demotion import DEMOTION_INTERVAL_S, Watermarks
+from services.kvstore.tiers.device import DeviceTier
+from services.kvstore.tiers.nvme_file import NvmeFile
+from services.kvstore.tiers.nvme_tier import LOOK_INTERVAL_S as NVME_LOOK_INTERVAL_S
+from services.kvstore.tiers.nvme_tier import NvmePlan, NvmeTier, open_file
+from services.kvstore.tiers.running import follow_tiers, run_tiers
 from services.kvstore.worker_rpc import WorkerCalls
 
 KEY_VERSION: Final = 1
 SECRET_KEY_BYTES: Final = 32
-DRAIN_S: Final = 8.0
-LOCK_FILE: Final = "lock"
 
 _log = structlog.stdlib.get_logger("services.kvstore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one kvstore is to be. `cluster_key`: at least 16 bytes."""
+    """What one kvstore is to be. `cluster_key`: at least 16 bytes. `own_address`: where other
+    kvstores reach it, asked when a log moves. `is_arena_removed`: the arena's file goes at a clean
+    stop; else the next start finds it. `scrub`: how often stored bytes are checked; None: never.
+    `nvme`: the colder tier; None: there is none. `watermarks`: when KV is copied there.
+    """
 
     identity: Identity
     vocabulary_size: int | None
@@ -72,6 +97,13 @@ class Plan:
     lease_s: float = 10.0
     ttl_s: float = 3600.0
     segments_max: int = 16
+    is_arena_removed: bool = False
+    quotas: Path | None = None
+    scrub: Pace | None = None
+    nvme: NvmePlan | None = None
+    watermarks: Watermarks = field(default_factory=Watermarks)
+    own_address: Callable[[], str] = lambda: ""
+    planes: Planes = field(default_factory=Planes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +112,11 @@ class Assembled:
 
     runtime: Runtime
     servicer: KVStoreServicer
+    operators: OperatorServicer
+    devices: DeviceServicer
+    sessions: SessionServicer
     measures: StoreMeasures
+    moves: Moves
 
 
 async def assemble(
@@ -89,34 +125,144 @@ async def assemble(
     """Builds a store and starts its parts. StartupError names what does not fit."""
     page_thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-pages")
     log_thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-log")
-    await service.start("threads", _Threads(page_thread, log_thread))
-    lock = _DirectoryLock(plan.log_dir)
+    await service.start("threads", Threads(page_thread, log_thread))
+    lock = DirectoryLock(plan.log_dir)
     await service.start("log_lock", lock)
     loop = asyncio.get_running_loop()
     scan = await loop.run_in_executor(log_thread, scan_directory, plan.log_dir)
-    recovered = recover(scan)
-    spec = ArenaSpec(
+    found, nvme = await _open_tiers(service, plan, scan, page_thread)
+    arena = found.arena
+    measures = StoreMeasures(metrics)
+    writer = _writer(plan, scan, log_thread, measures)
+    runtime = _runtime(plan, arena, writer, page_thread, clock, nvme=nvme)
+    await _start_quotas(service, plan, runtime, metrics)
+    pages = runtime.pages
+    await service.start("log", Loop(service, "log", writer.run, writer.end, writer.close))
+    await service.start("pages", Loop(service, "pages", pages.run, pages.end, nothing))
+    unindexed = take_in(runtime, found, plan.identity)
+    service.spawn("index", index_rest(runtime, unindexed, clock, service.stopping))
+    desk = AttachDesk(
+        arena, plan.arena_dir / f"{plan.identity.node_id}.sock", clock.monotonic_s, _attach(runtime)
+    )
+    await service.start("attach", desk)
+    await _start_clockwork(service, runtime, clock)
+    if nvme is not None:
+        await _start_nvme(service, plan, runtime, nvme, clock)
+        follow_tiers(runtime, nvme, metrics)
+    access = Access(CapabilityVerifier(plan.cluster_key, clock), runtime.core)
+    channels = ChannelPool()
+    await service.start("peers", channels)
+    move_parts = MoveParts(
+        runtime=runtime,
+        access=access,
+        identity=plan.identity,
+        signer=CapabilitySigner(plan.cluster_key, clock),
+        channels=channels,
+        clock=clock,
+        executor=page_thread,
+        measures=MoveMeasures(metrics),
+        spawn=service.spawn,
+        own_address=plan.own_address,
+        planes=plan.planes,
+    )
+    moves = await _start_moves(service, move_parts, found)
+    calls = Calls(
+        logs=LogCalls(runtime, access, plan.identity),
+        appends=AppendCalls(runtime, access, measures),
+        blobs=BlobCalls(runtime, access, plan.identity, measures, page_thread),
+        prefixes=PrefixCalls(runtime, access, plan.identity),
+        workers=WorkerCalls(runtime, access, plan.identity, desk),
+        parking=ParkCalls(runtime, access),
+        moves=moves,
+    )
+    measures.follow(runtime, lambda: calls.blobs.transfers_open)
+    servicer = KVStoreServicer(runtime, access, calls)
+    imports = ImportCalls(runtime, access, plan.identity, measures, page_thread)
+    scrubber = await _start_scrub(service, plan, runtime, metrics)
+    return Assembled(
+        runtime=runtime,
+        servicer=servicer,
+        operators=OperatorServicer(runtime, access, imports, scrubber),
+        devices=_devices(runtime, access, measures),
+        sessions=SessionServicer(runtime, access),
+        measures=measures,
+        moves=moves,
+    )
+
+
+async def _open_tiers(
+    service: Service, plan: Plan, scan: LogScan, thread: ThreadPoolExecutor
+) -> tuple[Reattached, NvmeTier | None]:
+    """The files that hold KV, and what the log came to over them."""
+    loop = asyncio.get_running_loop()
+    file = await loop.run_in_executor(thread, _open_nvme, plan)
+    found = await loop.run_in_executor(
+        thread, reattach, _arena_spec(plan), scan, file.file_id if file else None
+    )
+    nvme = NvmeTier(file, found.arena, service.clock) if file else None
+    if nvme is not None:
+        await service.start("nvme_file", Closing(nvme.close))
+    ends = found.arena.remove if plan.is_arena_removed else found.arena.close
+    await service.start("arena", Closing(ends))
+    return found, nvme
+
+
+async def _start_moves(service: Service, parts: MoveParts, found: Reattached) -> Moves:
+    moves = assemble_moves(parts)
+    moves.departures.adopt(
+        ((log_id, moved.to_home) for log_id, moved in found.recovered.moved.items()),
+        parts.clock.monotonic_s(),
+    )
+    await service.start("moves", moves)
+    return moves
+
+
+def _open_nvme(plan: Plan) -> NvmeFile | None:
+    if plan.nvme is None:
+        return None
+    identity = plan.identity
+    return open_file(plan.nvme, identity.node_id, identity.geometry, identity.label.kv_digest())
+
+
+def _arena_spec(plan: Plan) -> ArenaSpec:
+    return ArenaSpec(
         directory=plan.arena_dir,
         node_id=plan.identity.node_id,
         arena_bytes=plan.arena_bytes,
         geometry=plan.identity.geometry,
         kv_digest=plan.identity.label.kv_digest(),
-        arena_id=secrets.token_bytes(16),
+        arena_id=new_arena_id(),
     )
-    arena = await loop.run_in_executor(page_thread, Arena.create, spec)
-    await service.start("arena", _Closing(arena.close))
-    measures = StoreMeasures(metrics)
-    writer = _writer(plan, scan, log_thread, measures)
+
+
+def _runtime(
+    plan: Plan,
+    arena: Arena,
+    writer: LogWriter,
+    page_thread: ThreadPoolExecutor,
+    clock: WaitingClock,
+    *,
+    nvme: NvmeTier | None,
+) -> Runtime:
     limits = _limits(plan)
-    journal = LogJournal(writer, limits, spec.arena_id, plan.lease_s)
+    journal = LogJournal(
+        writer,
+        limits,
+        arena.spec.arena_id,
+        plan.lease_s,
+        nvme_id=nvme.file.file_id if nvme else None,
+    )
     core = Core(
         limits=limits,
-        pool=PagePool(spec.page_count),
+        pool=PagePool(arena.page_count, arena.generation_floor),
         leases=LeaseTable(plan.lease_s),
         journal=journal,
+        slots=nvme.slots if nvme else None,
     )
     store = Store(core, _secret_of(plan.cluster_key))
-    pages = PageWorker(arena, page_thread, lambda work: runtime.damaged(work))
+    pages = PageWorker(
+        arena, page_thread, lambda work: runtime.damaged(work), lambda work: runtime.filled(work)
+    )
     runtime = Runtime(
         store=store,
         journal=journal,
@@ -126,26 +272,71 @@ async def assemble(
         clock=clock,
         segments_max=plan.segments_max,
     )
-    await service.start("log", _Loop(service, "log", writer.run, writer.end, writer.close))
-    await service.start("pages", _Loop(service, "pages", pages.run, pages.end, _nothing))
-    adopt(runtime, recovered)
-    desk = AttachDesk(
-        arena, plan.arena_dir / f"{plan.identity.node_id}.sock", clock.monotonic_s, _attach(runtime)
+    runtime.nvme = nvme
+    return runtime
+
+
+async def _start_quotas(service: Service, plan: Plan, runtime: Runtime, metrics: Metrics) -> None:
+    if plan.quotas is None:
+        show_no_quotas(runtime.core, runtime.arena.slot_bytes, metrics)
+        return
+    desk = QuotaDesk(runtime.core, runtime.arena.slot_bytes, plan.quotas, metrics)
+    runtime.quotas = desk.book
+    await service.start(
+        "quotas",
+        Repeating(service, "quotas", desk.look, service.clock, interval_s=LOOK_INTERVAL_S),
     )
-    await service.start("attach", desk)
-    await service.start("sweep", _Sweeping(service, runtime, clock))
-    await service.start("drain", _Draining(runtime))
-    access = Access(CapabilityVerifier(plan.cluster_key, clock), core)
-    calls = Calls(
-        logs=LogCalls(runtime, access, plan.identity),
-        appends=AppendCalls(runtime, access, measures),
-        blobs=BlobCalls(runtime, access, plan.identity, measures, page_thread),
-        prefixes=PrefixCalls(runtime, access, plan.identity),
-        workers=WorkerCalls(runtime, access, plan.identity, desk),
+
+
+def _devices(runtime: Runtime, access: Access, measures: StoreMeasures) -> DeviceServicer:
+    """The device tier; it is empty until a worker brings device memory."""
+    tier = runtime.devices = DeviceTier(runtime.core, runtime.quotas)
+    measures.follow_devices(tier)
+    return DeviceServicer(runtime, access, tier)
+
+
+async def _start_clockwork(service: Service, runtime: Runtime, clock: WaitingClock) -> None:
+    await service.start(
+        "compaction",
+        Repeating(
+            service, "compaction", runtime.compactor.turn, clock, interval_s=COMPACTION_INTERVAL_S
+        ),
     )
-    measures.follow(runtime, lambda: calls.blobs.transfers_open)
-    servicer = KVStoreServicer(runtime, access, calls)
-    return Assembled(runtime=runtime, servicer=servicer, measures=measures)
+    # Also while draining: leases of dead workers must end for it to end.
+    await service.start(
+        "sweep", Repeating(service, "sweep", runtime.sweep, clock, interval_s=SWEEP_INTERVAL_S)
+    )
+    await service.start("drain", Draining(runtime))
+
+
+async def _start_nvme(
+    service: Service, plan: Plan, runtime: Runtime, nvme: NvmeTier, clock: WaitingClock
+) -> None:
+    looking = Repeating(
+        service, "nvme_measure", nvme.measure_again, clock, interval_s=NVME_LOOK_INTERVAL_S
+    )
+    demoter = run_tiers(runtime, nvme, clock, plan.watermarks, service.spawn)
+    demoting = Repeating(service, "demotion", demoter.turn, clock, interval_s=DEMOTION_INTERVAL_S)
+    # What waits for the disk ends after the threads that would serve it.
+    await service.start("nvme_measure", looking)
+    await service.start("demotion", demoting)
+    await service.start("nvme", nvme)
+
+
+async def _start_scrub(
+    service: Service, plan: Plan, runtime: Runtime, metrics: Metrics
+) -> Scrubber:
+    """In a thread of its own, so that nobody's page work waits for it."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-scrub")
+    await service.start("scrub_thread", Threads(thread))
+    others = [] if runtime.nvme is None else [SlotTarget(runtime, runtime.nvme)]
+    scrubber = Scrubber(runtime, ArenaTarget(runtime, thread), others, plan.scrub)
+    scrubber.say()
+    scrubber.follow(metrics)
+    clock, interval_s = service.clock, scrubber.turn_s
+    turns = Repeating(service, "scrub", scrubber.turn, clock, interval_s=interval_s)
+    await service.start("scrub", turns)
+    return scrubber
 
 
 def _limits(plan: Plan) -> Limits:
@@ -176,188 +367,8 @@ def _writer(
     return LogWriter(segments, executor, next_lsn=scan.newest_lsn + 1, on_flush=measures.flushed)
 
 
-def _secret_of(cluster_key: bytes) -> Callable[[Scope], bytes]:
+def _secret_of(cluster_key: bytes) -> Callable[[AnyScope], bytes]:
     key = cluster_key
     if len(key) < SECRET_KEY_BYTES:
         key = blake3(key).digest(SECRET_KEY_BYTES)
     return lambda scope: scope_secret(key, KEY_VERSION, scope)
-
-
-def adopt(runtime: Runtime, recovered: Recovered) -> None:
-    """Takes in what the log holds: tokens are back, KV is not, open logs get a new generation."""
-    core, now = runtime.core, runtime.now()
-    for sequence, log_ids in recovered.living.items():
-        runtime.writer.adopt(sequence, (log_ids & set(recovered.logs)) | recovered.damaged)
-    core.tombstones.update(recovered.dropped)
-    for log_id in recovered.damaged:
-        _drop_damaged(runtime, log_id)
-    for log in recovered.logs.values():
-        if log.tenant and not _suits(core, log):
-            continue
-        core.logs[log.log_id] = log
-        log.last_used_s = now.monotonic_s
-        log.expires_wall_s = now.wall_s + log.ttl_s
-        if log.is_open:
-            runtime.store.keeper.raise_generation(log)
-    runtime.recovered_writers.update(
-        {log_id: name for log_id, name in recovered.writers.items() if log_id in core.logs}
-    )
-    if recovered.logs or recovered.damaged:
-        _log.info(
-            "log_recovered",
-            logs=len(core.logs),
-            ended=len(recovered.dropped),
-            damaged=len(recovered.damaged),
-        )
-
-
-def _suits(core: Core, log: LogState) -> bool:
-    """Tokens of another vocabulary mean nothing here."""
-    size = core.limits.vocabulary_size
-    return size is None or not log.tokens or max(log.tokens) < size
-
-
-def _drop_damaged(runtime: Runtime, log_id: bytes) -> None:
-    """A log whose records are damaged is gone, loudly; its writers are told that they are stale."""
-    generation = runtime.core.tombstones.get(log_id, 0) + 1
-    runtime.core.tombstones[log_id] = generation
-    runtime.journal.closed_by_id(log_id, generation, CloseReason.DAMAGED)
-    _log.error("log_given_up", log_id=log_id.hex())
-
-
-async def _nothing() -> None:
-    return
-
-
-class _Part:
-    """A part that needs nothing until it is stopped."""
-
-    async def start(self) -> None:
-        return
-
-    async def drain(self) -> None:
-        return
-
-    async def stop(self) -> None:
-        return
-
-
-class _Threads(_Part):
-    """The named threads; they end after everything that uses them."""
-
-    def __init__(self, *threads: ThreadPoolExecutor) -> None:
-        self._threads = threads
-
-    async def stop(self) -> None:
-        for thread in self._threads:
-            thread.shutdown(wait=False)
-
-
-class _Closing(_Part):
-    """Closes something at the end."""
-
-    def __init__(self, close: Callable[[], None]) -> None:
-        self._close = close
-
-    async def stop(self) -> None:
-        self._close()
-
-
-class _Sweeping(_Part):
-    """The clock's work, also while draining: leases of dead workers must end for it to end."""
-
-    def __init__(self, service: Service, runtime: Runtime, clock: WaitingClock) -> None:
-        self._service = service
-        self._runtime = runtime
-        self._clock = clock
-        self._stopping = asyncio.Event()
-        self._ended = asyncio.Event()
-
-    async def start(self) -> None:
-        self._service.spawn("sweep", self._work())
-
-    async def stop(self) -> None:
-        self._stopping.set()
-        await self._ended.wait()
-
-    async def _work(self) -> None:
-        try:
-            await every(
-                SWEEP_INTERVAL_S, self._runtime.sweep, clock=self._clock, stopping=self._stopping
-            )
-        finally:
-            self._ended.set()
-
-
-class _Draining(_Part):
-    """Refuses new logs, then waits a while for the written ones."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    async def drain(self) -> None:
-        await drain(self._runtime, DRAIN_S)
-
-
-class _DirectoryLock(_Part):
-    """One kvstore per log directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._descriptor: int | None = None
-
-    async def start(self) -> None:
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._directory / LOCK_FILE
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise StartupError(
-                f"a running kvstore writes its log in {self._directory}",
-                hint="stop it, or give this one another --log-dir",
-            ) from error
-        self._descriptor = descriptor
-
-    async def stop(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-class _Loop(_Part):
-    """A loop that is asked to end and waited for, and what is closed behind it."""
-
-    def __init__(
-        self,
-        service: Service,
-        name: str,
-        run: Callable[[], Coroutine[Any, Any, None]],
-        end: Callable[[], None],
-        close: Callable[[], Coroutine[Any, Any, None]],
-    ) -> None:
-        self._service = service
-        self._name = name
-        self._run = run
-        self._end = end
-        self._close = close
-        self._ended = asyncio.Event()
-        self._has_failed = False
-
-    async def start(self) -> None:
-        self._service.spawn(self._name, self._work())
-
-    async def stop(self) -> None:
-        self._end()
-        await self._ended.wait()
-        if not self._has_failed:
-            await self._close()
-
-    async def _work(self) -> None:
-        self._has_failed = True
-        try:
-            await self._run()
-            self._has_failed = False
-        finally:
-            self._ended.set()

@@ -1,13 +1,14 @@
-"""Blobs out of and into arena pages: the byte work of GetBlob and PutBlob.
+"""Blobs that come in whole before they go into pages: checked, converted, written.
 
-Owns packing, checking and conversion of KV ranges. Blocking: runs in the page thread. Never decides
-who may; never trusts a size that was not compared with the header first.
+Owns what a blob must be to become a log here, and the byte work of those whose dtype or page size
+is not the arena's; those that need no conversion go straight into pages (`blob_sink`). Blocking:
+runs in the page thread. Never decides who may; never trusts a size that was not compared with the
+header first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,71 +18,18 @@ from baton.kv.blob import (
     BlobHeader,
     checksum_mismatch,
     invalid,
-    payload_bytes_for,
     split_payload,
 )
 from baton.kv.crc import ByteArray, crc32c
-from baton.kv.digests import ids_bytes
 from baton.kv.layout import (
     KvGeometry,
-    pack_slots,
     page_crc,
     page_spans,
     slot_crcs,
     unpack_slots,
 )
 from services.kvstore.arena import Arena
-from services.kvstore.page_worker import rows_match
 from services.kvstore.state import PageRow
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRange:
-    """A range's payload with its finished header and the CRC of each packed page."""
-
-    header: BlobHeader
-    page_crcs: tuple[int, ...]
-    payload: memoryview
-
-
-class DamagedBlock(Exception):
-    """A page's bytes are not those of its record."""
-
-    def __init__(self, block_index: int) -> None:
-        super().__init__(f"block {block_index}")
-        self.block_index = block_index
-
-
-def pack_range(
-    arena: Arena, header: BlobHeader, rows: Sequence[PageRow], token_ids: Sequence[int]
-) -> PackedRange:
-    """Packs the header's range; `rows` is the page table from block 0 on.
-
-    Every page is checked against its row. Raises DamagedBlock.
-    """
-    geometry = arena.geometry
-    size = payload_bytes_for(geometry, header.total_tokens)
-    payload = np.empty(size, dtype=np.uint8)
-    offset = 0
-    crcs: list[int] = []
-    for span in header.spans():
-        row = rows[span.block_index]
-        page = arena.page(row.page)
-        if not _is_row_intact(arena, row, page):
-            raise DamagedBlock(span.block_index)
-        packed = pack_slots(geometry, page, span.first_slot, span.tokens)
-        payload[offset : offset + packed.size] = packed
-        crcs.append(crc32c(payload[offset : offset + packed.size]))
-        offset += packed.size
-    payload[offset:] = np.frombuffer(ids_bytes(token_ids), dtype=np.uint8)
-    finished = replace(header, payload_bytes=size, payload_crc=crc32c(payload))
-    return PackedRange(header=finished, page_crcs=tuple(crcs), payload=payload.data)
-
-
-def _is_row_intact(arena: Arena, row: PageRow, page: ByteArray) -> bool:
-    if row.crc is not None:
-        return page_crc(arena.geometry, page) == row.crc
-    return rows_match(arena, row, 0, row.tokens, page)
 
 
 def check_payload(header: BlobHeader, payload: bytearray, page_crcs: Sequence[int]) -> list[int]:

@@ -7,45 +7,64 @@ them durable and done before it answers.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from baton.errors import Reason, ServiceError
 from baton.ids import log_id_text
 from baton.kv.manifest import Manifest
 from baton.kv.numeric import DEFAULT_POLICY, CompatPolicy
-from services.kvstore.index import BlockIndex
+from services.kvstore.idle import LogTable
 from services.kvstore.lease import LeaseTable
 from services.kvstore.log.state import Parent
 from services.kvstore.log.store_records import CloseReason
-from services.kvstore.pages import PagePool
+from services.kvstore.pages import Fence, PagePool
 from services.kvstore.prefixes import Prefix, PrefixTable
+from services.kvstore.quotas import Charges
+from services.kvstore.rows import PageArray, Rows
+from services.kvstore.sessions import SessionState, SessionTable
 from services.kvstore.state import FillPage, LogprobEntry, LogState, PageRow, PageWork, ZeroPages
+from services.kvstore.tiers.slots import Slots
+from services.kvstore.tree import BlockTree
 
 TOMBSTONES_MAX = 65_536
+FORGET_AT_ONCE_MAX = 256
 
 
 class Journal(Protocol):
     """Where the cores record what they did; each call is one record, in order."""
 
-    def opened(self, log: LogState, base: Parent | Manifest | None) -> None:
-        """A log began from `base`; with one, a snapshot follows, so that no other log is needed
-        to read it again.
+    def opened(
+        self, log: LogState, base: Parent | Manifest | None, *, is_fork: bool = False
+    ) -> None:
+        """A log began from `base`. With a manifest a snapshot follows; a parent's records stay
+        until this log's next snapshot. `is_fork`: sealed from the start, all the parent's.
         """
+
+    def adopted(self, log: LogState, first: int, end: int) -> None:
+        """The log began with KV of positions [first, end) that was not computed for it."""
+
+    def evicted(self, log: LogState, first_block: int) -> None:
+        """The log gives up its KV from that block on; its rows are still there."""
 
     def snapshot(self, log: LogState) -> None:
         """All of the log's state, so that its earlier records are not needed any more."""
 
     def granted(self, log: LogState, pages: Sequence[int]) -> None:
-        """Pages were granted to the log's writer."""
+        """Pages were granted to the log's writer; without pages the record only names it."""
 
     def released(self, log: LogState, pages: Sequence[int]) -> None:
         """Granted pages came back unwritten."""
 
     def checkpointed(self, log: LogState, first: int, end: int, rows: Sequence[PageRow]) -> None:
         """KV of positions [first, end) is in `rows`."""
+
+    def lifted(self, fence: Fence, pages: Mapping[int, int]) -> None:
+        """A fenced writer cannot write these pages (page -> page generation) any more."""
 
     def sealed(
         self, log: LogState, digest: bytes, first_token: int | None, logprob: LogprobEntry | None
@@ -70,11 +89,28 @@ class Journal(Protocol):
     def closed(self, log: LogState, reason: CloseReason) -> None:
         """The log is gone."""
 
+    def moved(self, log: LogState, previous_generation: int, digest: bytes) -> None:
+        """The log's home is `log.moved_to` now; `digest` covers its page table."""
+
+    def arrived(self, log: LogState, from_home: str) -> None:
+        """A log of another home begins here, with all its state."""
+
     def published(self, prefix: Prefix) -> None:
         """A prefix is offered."""
 
     def revoked(self, prefix: Prefix, wall_s: float) -> None:
         """A prefix is withdrawn."""
+
+    def session(self, session: SessionState, *, is_deleted: bool) -> None:
+        """A session is what it is now, or gone."""
+
+    def placed(self, owner: LogState | Prefix, first_block: int) -> None:
+        """Blocks from that one on stand in `owner.cold`, which ends where it ends now."""
+
+    def promoted(self, owner: LogState | Prefix, first_block: int) -> None:
+        """Blocks from that one on stand in `owner.rows` again, copied from `owner.cold`. Of a
+        prefix the rows end where they end now.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +136,10 @@ class Core:
     pool: PagePool
     leases: LeaseTable
     journal: Journal
-    index: BlockIndex = field(default_factory=BlockIndex)
+    tree: BlockTree = field(init=False)
     prefixes: PrefixTable = field(default_factory=PrefixTable)
-    logs: dict[bytes, LogState] = field(default_factory=dict)
+    sessions: SessionTable = field(default_factory=SessionTable)
+    logs: LogTable = field(default_factory=LogTable)
     # Generations of dropped logs: their late writers are told they are stale, not that the log
     # never was. Bounded; the oldest is forgotten first.
     tombstones: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
@@ -111,10 +148,26 @@ class Core:
     transfers: dict[int, int] = field(default_factory=dict)
     # Pages granted to a transfer that fills them; no log refers to them yet.
     importing: set[int] = field(default_factory=set)
+    # The NVMe tier's slots; None: there is no such tier. What holds them beside cold rows (slot ->
+    # reads under way), and those that are granted because they are being written.
+    slots: Slots | None = None
+    slot_readers: dict[int, int] = field(default_factory=dict)
+    placing: set[int] = field(default_factory=set)
+    # The slots of each worker's device memory.
+    device_pools: dict[str, PagePool] = field(default_factory=dict)
+    # Told of pages that became free, before anybody is granted them.
+    freed_listeners: list[Callable[[Sequence[int]], None]] = field(default_factory=list)
     stale_refused: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
+    loaded_hit_tokens: int = 0
     evicted_logs: int = 0
+
+    def __post_init__(self) -> None:
+        self.tree = BlockTree(self.pool.is_held, self._is_slot_held)
+
+    def _is_slot_held(self, slot: int, slot_generation: int) -> bool:
+        return self.slots is not None and self.slots.is_current(slot, slot_generation)
 
     @property
     def block_tokens(self) -> int:
@@ -139,13 +192,64 @@ class Core:
         self.stale_refused += 1
         raise stale(log_id, generation, newest)
 
+    def idle(self, log: LogState) -> None:
+        """Nobody writes the log any more: its time may end, its KV may be evicted."""
+        assert log.writer is None
+        if log.log_id in self.logs:
+            self.logs.add(log)
+
+    def hold_for_transfer(self, pages: Iterable[int]) -> None:
+        """These held pages stay what they are until `end_transfer`."""
+        for page in pages:
+            self.pool.hold(page)
+            self.transfers[page] = self.transfers.get(page, 0) + 1
+
+    def end_transfer(self, pages: Iterable[int]) -> None:
+        """Undoes one `hold_for_transfer`. The caller drains what was freed."""
+        for page in pages:
+            self.transfers[page] -= 1
+            if not self.transfers[page]:
+                del self.transfers[page]
+            self.pool.drop(page)
+
+    def cut_copies(self, owner: LogState | Prefix, tokens: int) -> bool:
+        """Gives up the NVMe copies of all positions from `tokens` on; False if there are none.
+
+        Not journalled here: TRUNCATE and CLOSE say it themselves.
+        """
+        if self.slots is None or owner.cold.tokens <= tokens:
+            return False
+        self.slots.drop(owner.cold.cut(tokens, self.block_tokens))
+        return True
+
+    def written_from(self, log: LogState, position: int) -> None:
+        """The log's KV from that position on is written: copies of what stood there before, which
+        was not in the host any more, are other bytes.
+        """
+        if log.cold and self.cut_copies(log, position):
+            self.journal.placed(log, len(log.cold))
+
     def drain_freed(self) -> None:
-        """Turns pages the pool has freed into work and takes them out of the index."""
-        freed = self.pool.take_freed()
+        """Turns pages the pool has freed into work and takes them out of the tree.
+
+        Many at once stay in the tree, which looks whether a page is still the same.
+        """
+        freed = self.pool.take_freed_array()
         if freed:
-            for page in freed:
-                self.index.forget_page(page)
-            self.work.append(ZeroPages(pages=tuple(freed)))
+            if len(freed) <= FORGET_AT_ONCE_MAX:
+                for page in freed:
+                    self.tree.forget_page(page)
+            if self.slots is not None:
+                self.slots.forget_pages(freed)
+            for listener in self.freed_listeners:
+                listener(freed)
+            self.work.append(ZeroPages(pages=freed))
+
+    def disbelieve(self, page: int) -> None:
+        """A host page is not what it should be: nothing finds it, and no copy stands for it."""
+        self.tree.forget_page(page)
+        if self.slots is not None:
+            self.slots.forget_pages((page,))
 
     def take_work(self) -> list[PageWork]:
         """The page work ordered since the last call, in order."""
@@ -156,6 +260,9 @@ class Core:
     def bury(self, log: LogState) -> None:
         """Forgets a log but for its generation."""
         del self.logs[log.log_id]
+        for session in self.sessions.named_by(log.log_id):
+            self.sessions.remove(session.session_id)
+            self.journal.session(session, is_deleted=True)
         self.tombstones[log.log_id] = log.generation
         if len(self.tombstones) > TOMBSTONES_MAX:
             self.tombstones.popitem(last=False)
@@ -163,36 +270,100 @@ class Core:
     def check_invariants(self) -> None:
         """Asserts page conservation, holder counts and the agreement of logs, leases and pool."""
         self.pool.check_invariants()
-        holders: dict[int, int] = dict(self.transfers)
+        self.tree.check_invariants()
+        self.sessions.check_invariants(self.logs)
+        holders = np.zeros(self.pool.page_count, dtype=np.int64)
+        for page, count in self.transfers.items():
+            holders[page] += count
         granted: set[int] = set(self.importing)
         for log in self.logs.values():
             _check_log(log, self.block_tokens)
             assert (log.log_id in self.leases) == (log.writer is not None), log_id_text(log.log_id)
-            for row in log.rows:
-                holders[row.page] = holders.get(row.page, 0) + 1
+            assert log.writer is not None or self.logs.is_registered(log.log_id)
+            np.add.at(holders, log.rows.pages(), 1)
             for page, page_generation in log.granted.items():
                 assert page not in granted, "a page granted to two logs"
                 assert self.pool.generation(page) == page_generation
                 granted.add(page)
         for prefix in self.prefixes.all():
             for row in prefix.rows:
-                holders[row.page] = holders.get(row.page, 0) + 1
-        for page, count in holders.items():
-            assert self.pool.holders(page) == count, (page, self.pool.holders(page), count)
+                holders[row.page] += 1
+        wrong = np.flatnonzero(holders != self.pool.holder_counts()).tolist()
+        assert not len(wrong), [(page, self.pool.holders(page), holders[page]) for page in wrong]
+        if self.pool.charges is not None:
+            for log in self.logs.values():
+                # A block that comes back from NVMe may join a page that another tenant brought.
+                rows = log.rows.pages()[-(-log.cached_tokens // self.block_tokens) :]
+                _check_charges(self.pool.charges, log, rows if self.slots is None else rows[:0])
         counts = self.pool.counts()
         assert counts.granted == len(granted), (counts, len(granted))
-        assert counts.live + counts.shared == len(holders)
+        assert counts.live + counts.shared == np.count_nonzero(holders)
+        self._check_copies()
+
+    def _check_copies(self) -> None:
+        """Conservation of the NVMe tier's slots: free, being written, or held by cold rows and
+        reads; and copies are copies.
+        """
+        owners: list[LogState | Prefix] = [*self.logs.values(), *self.prefixes.all()]
+        if self.slots is None:
+            assert not any(owner.cold for owner in owners)
+            return
+        holders = Counter(self.slot_readers)
+        for owner in owners:
+            if owner.cold:
+                _check_owner_copies(owner, self.block_tokens)
+                _check_slots(owner.cold, self.slots)
+                holders.update(owner.cold.pages().tolist())
+        self.slots.check_invariants(holders, sorted(self.placing))
+
+
+def _check_slots(cold: Rows, slots: Slots) -> None:
+    """Every slot is still in the use that the copy was made in."""
+    last = cold.last
+    assert last is not None
+    assert slots.is_current(last.page, last.page_generation), last
+    columns = cold.columns()
+    assert slots.pool.generations(columns.pages) == columns.generations.tolist()
+
+
+def _check_owner_copies(owner: LogState | Prefix, block_tokens: int) -> None:
+    """A copy of a block that is in the host too has the same CRC."""
+    rows = owner.rows if isinstance(owner.rows, Rows) else Rows(owner.rows)
+    ours, copies = rows.columns().crcs, owner.cold.columns().crcs
+    full = min(len(ours), len(copies))
+    # A page that is still being filled has none yet.
+    assert np.all((ours[:full] == copies[:full]) | (ours[:full] == 0)), owner
+    for at in range(full, min(len(rows), len(owner.cold))):
+        row, copy = rows[at], owner.cold[at]
+        if row.crc is not None and copy.crc is not None:
+            # A row that was cut inside a full page has that page's CRC, not its own.
+            assert row.crc == copy.crc or copy.tokens < block_tokens, (row, copy)
+        else:
+            common = min(len(row.slot_crcs), len(copy.slot_crcs))
+            assert row.slot_crcs[:common] == copy.slot_crcs[:common], (row, copy)
+    if isinstance(owner, LogState):
+        assert owner.cold.tokens <= owner.position
+        is_cut = owner.committed % block_tokens
+        assert owner.cold.tokens <= owner.committed or not is_cut, "KV ends in a block copied whole"
 
 
 def _check_log(log: LogState, block_tokens: int) -> None:
-    assert sum(row.tokens for row in log.rows) == log.committed
-    assert all(row.tokens == block_tokens for row in log.rows[:-1])
-    assert len(log.rows) == -(-log.committed // block_tokens)
+    rows, last = log.rows, log.rows.last
+    assert rows.row_tokens in ({0, block_tokens} if len(rows) < 2 else {block_tokens})
+    covered = 0 if last is None else (len(rows) - 1) * block_tokens + last.tokens
+    assert covered == log.committed, (covered, log.committed)
+    assert len(rows) == -(-log.committed // block_tokens)
     assert log.committed <= log.position
     assert log.writer is not None or not log.granted
-    for row in log.rows:
-        if row.tokens == block_tokens:
-            assert row.crc is not None
+    if last is not None and rows.known() == len(rows):
+        assert last.tokens < block_tokens or last.crc is not None
+
+
+def _check_charges(charges: Charges, log: LogState, computed: PageArray) -> None:
+    """What the log was granted and what it computed itself is charged to its tenant."""
+    granted = np.fromiter(log.granted, dtype=np.int64)
+    for pages in (granted, computed.astype(np.int64)):
+        assert charges.are_charged_to(pages, log.tenant), log_id_text(log.log_id)
 
 
 def fill_failed(work: FillPage) -> ServiceError:

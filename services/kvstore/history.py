@@ -1,7 +1,8 @@
 """What a new log starts from: a cached prefix, a parent, or a manifest, as rows of a page table.
 
 Owns the resolution and validation of a base and the plan of its pages: which are shared, which are
-copied into fresh pages. Pure. It changes nothing but prefix hit counts; the store pins and builds.
+copied into fresh pages. Pure. It changes nothing; the store pins and builds. What lookups find is
+`lookup`'s.
 
 Invariants: a base is the tenant's own or granted to it; a base never covers the whole prompt (the
 last prompt token is always computed); only sealed logs serve (O2).
@@ -9,23 +10,21 @@ last prompt token is always computed); only sealed logs serve (O2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from baton.errors import Reason, ServiceError
-from baton.kv.blocks import BlockChain, Scope
-from baton.kv.digests import HistoryDigest, ids_bytes
+from baton.kv.digests import HistoryDigest
 from baton.kv.manifest import Manifest, Segment, refuse
-from baton.kv.numeric import NumericClass
+from services.kvstore.chains import ScopeChains
 from services.kvstore.core import Core, invalid, log_not_found
-from services.kvstore.home import Event, copy_row, require_allowed
+from services.kvstore.home import Event, require_allowed, require_same_tokens
 from services.kvstore.log.state import Parent
+from services.kvstore.lookup import AnyHit, Asker, Found, Lookups
+from services.kvstore.nodes import Node
 from services.kvstore.prefixes import Prefix
-from services.kvstore.state import LogState, PageRow, SlotSource
-
-SecretOf: TypeAlias = Callable[[Scope], bytes]
-SCOPES_MAX: Final = 4096
+from services.kvstore.rows import cut_row
+from services.kvstore.state import LogState, Rows, SlotSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +41,34 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BasePlan:
-    """The KV a log starts with: `tokens` positions in `blocks`, of one writer class."""
+    """The KV a log starts with: `tokens` positions of one writer class.
+
+    `rows` are the first blocks, full pages that are shared; `blocks` are those behind them. `node`
+    is one in the tree, `node_depth` blocks deep, of which the first `node_blocks` are the plan's;
+    the tree has the first `indexed_blocks` of them for the asker, and the first `foreign_blocks`
+    are another tenant's published ones. `is_prefix`: the base is a manifest that names a published
+    prefix and nothing else.
+    """
 
     tokens: int = 0
+    rows: Rows = field(default_factory=Rows)
     blocks: tuple[BlockPlan, ...] = ()
     numeric_class_id: int | None = None
     prefix: Prefix | None = None
+    node: Node | None = None
+    node_depth: int = 0
+    node_blocks: int = 0
+    indexed_blocks: int = 0
+    foreign_blocks: int = 0
+    is_prefix: bool = False
 
     def copies(self, block_tokens: int) -> int:
         """How many fresh pages the copied blocks need."""
         return sum(not block.is_shared(block_tokens) for block in self.blocks)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asker:
-    """Who wants a base, and what it can read."""
-
-    tenant: str
-    scope: Scope
-    numeric_class: NumericClass
+    def shared(self, block_tokens: int) -> int:
+        """How many pages are the base's own."""
+        return len(self.rows) + len(self.blocks) - self.copies(block_tokens)
 
 
 class HistoryFinder:
@@ -69,28 +77,40 @@ class HistoryFinder:
     def __init__(self, core: Core, chains: ScopeChains) -> None:
         self._core = core
         self._chains = chains
+        self._lookups = Lookups(core, chains)
 
     def cached(self, asker: Asker, tokens: Sequence[int]) -> BasePlan:
-        """The longest usable prefix of full blocks in the asker's own scope, cut to n - 1."""
-        block_tokens = self._core.block_tokens
-        blocks = len(tokens) // block_tokens
-        if blocks == 0 or len(self._core.index) == 0:
-            return BasePlan()
-        keys = list(self._chains.chain(asker.scope).keys(tokens[: blocks * block_tokens]))
-        ids = [
-            ids_bytes(tokens[first : first + block_tokens])
-            for first in range(0, blocks * block_tokens, block_tokens)
-        ]
-        hit = self._core.index.longest(keys, ids, self._classes(asker))
-        if hit is None:
-            return BasePlan()
-        tokens_found = min(len(hit.rows) * block_tokens, len(tokens) - 1)
-        return plan_of_rows(hit.rows, tokens_found, block_tokens, hit.numeric_class_id)
+        """The most tokens that are on the host, at most n - 1, in what the asker may look into."""
+        found = self._lookups.find(asker, tokens, with_cold=False)
+        return BasePlan() if found is None else self._plan_of(found, asker)
 
-    def _classes(self, asker: Asker) -> list[int]:
-        own = asker.numeric_class.id
-        others = self._core.limits.policy.writers_for(own) - {own}
-        return [own, *sorted(others)]
+    def anywhere(self, asker: Asker, tokens: Sequence[int]) -> AnyHit | None:
+        """The most tokens that are on the host or on NVMe; what a promotion is worth."""
+        return self._lookups.anywhere(asker, tokens)
+
+    def _plan_of(self, found: Found, asker: Asker) -> BasePlan:
+        rows = Rows(place.row for place in found.places if place.row is not None)
+        assert len(rows) == len(found.places), "a lookup on the host has found what is not there"
+        blocks: tuple[BlockPlan, ...] = ()
+        if found.near is not None:
+            row, tokens = found.near.place.row, found.near.tokens
+            assert row is not None
+            source = SlotSource(row=cut_row(row, tokens), first_slot=0, tokens=tokens)
+            blocks = (BlockPlan(sources=(source,), tokens=tokens),)
+        scope, prefix_id = found.published_scope, found.prefix_id
+        is_foreign = scope is not None and scope.owner != asker.tenant
+        return BasePlan(
+            tokens=found.tokens,
+            rows=rows,
+            blocks=blocks,
+            numeric_class_id=found.numeric_class_id,
+            prefix=None if prefix_id is None else self._core.prefixes.get(prefix_id),
+            node=found.node,
+            node_depth=len(rows),
+            node_blocks=len(rows),
+            indexed_blocks=len(rows),
+            foreign_blocks=found.published if is_foreign else 0,
+        )
 
     def parent(self, asker: Asker, parent: Parent, tokens: Sequence[int]) -> BasePlan:
         """Positions [0, parent.position) of another log of the tenant, as far as it has KV."""
@@ -99,16 +119,28 @@ class HistoryFinder:
         if parent.generation > log.generation:
             raise invalid("parent.generation", f"the log's generation is {log.generation}")
         require_allowed(log, Event.FORK)
+        require_same_tokens(self._core.limits, log)
         if parent.position > log.position:
             raise invalid("parent.position", f"the log has {log.position} tokens")
-        if list(tokens[: parent.position]) != list(log.tokens[: parent.position]):
+        if not log.tokens.begins_with(tokens, parent.position):
             raise invalid("prompt_token_ids", "do not begin with the parent's tokens")
         if not self._is_readable(log.numeric_class_id, asker) or not self._is_readable(
             log.base_class_id, asker
         ):
             return BasePlan()
         usable = min(parent.position, log.committed, len(tokens) - 1)
-        return plan_of_rows(log.rows, usable, self._core.block_tokens, log.numeric_class_id)
+        plan = plan_of_rows(log.rows, usable, self._core.block_tokens, log.numeric_class_id)
+        full = len(plan.rows)
+        plan = replace(plan, foreign_blocks=min(log.foreign_blocks, full))
+        if log.scope != asker.scope:
+            return plan
+        return replace(
+            plan,
+            node=log.node,
+            node_depth=log.node_depth,
+            node_blocks=min(log.node_blocks, full),
+            indexed_blocks=min(log.indexed_blocks, full),
+        )
 
     def _is_readable(self, writer: int, asker: Asker) -> bool:
         return self._core.limits.policy.is_readable(writer=writer, reader=asker.numeric_class.id)
@@ -133,8 +165,8 @@ class HistoryFinder:
         if manifest.total_tokens > len(tokens):
             raise refuse("total_tokens", "the manifest is longer than the prompt")
         history = HistoryDigest(limits.kv_digest, limits.block_tokens)
-        rows: list[Sequence[PageRow]] = []
-        prefix: Prefix | None = None
+        rows: list[Rows] = []
+        prefixes: list[Prefix | None] = []
         for index, segment in enumerate(manifest.segments):
             history.extend(tokens[segment.from_position : segment.to_position])
             if history.digest() != segment.history_end:
@@ -143,19 +175,55 @@ class HistoryFinder:
                 raise _segment_mismatch("numeric_class", index)
             found, used = self._segment_rows(asker, segment, index)
             rows.append(found)
-            prefix = prefix or used
+            prefixes.append(used)
         usable = min(manifest.total_tokens, len(tokens) - 1)
-        return self._spliced(manifest, rows, usable, prefix)
+        plan = self._spliced(manifest, rows, usable)
+        plan = replace(
+            plan,
+            prefix=next((prefix for prefix in prefixes if prefix is not None), None),
+            is_prefix=len(prefixes) == 1 and prefixes[0] is not None,
+        )
+        return self._behind_prefixes(asker, manifest, plan, prefixes)
+
+    def _behind_prefixes(
+        self,
+        asker: Asker,
+        manifest: Manifest,
+        plan: BasePlan,
+        prefixes: Sequence[Prefix | None],
+    ) -> BasePlan:
+        """Blocks of other tenants' prefixes are never found as the asker's own: its chain goes on
+        behind the published one, or, where they do not come first, is not offered at all.
+        """
+        foreign = [one is not None and one.owner_tenant != asker.tenant for one in prefixes]
+        if not any(foreign):
+            return plan
+        blocks = plan.shared(self._core.block_tokens)
+        first = prefixes[0]
+        if first is None or any(foreign[1:]):
+            return replace(plan, foreign_blocks=blocks)
+        end = min(manifest.segments[0].to_position, plan.tokens)
+        path = self._chains.published_path(first, end // self._core.block_tokens)
+        return replace(
+            plan,
+            node=path[-1] if path else None,
+            node_depth=len(path),
+            node_blocks=len(path),
+            indexed_blocks=len(path),
+            foreign_blocks=end // self._core.block_tokens,
+        )
 
     def _segment_rows(
         self, asker: Asker, segment: Segment, index: int
-    ) -> tuple[Sequence[PageRow], Prefix | None]:
+    ) -> tuple[Rows, Prefix | None]:
         """The rows a segment's positions stand in, from a granted prefix or an own log."""
         prefix = self._core.prefixes.granting(segment.log_id, asker.tenant, segment.to_position)
         if prefix is not None:
-            prefix.hits += 1
             _check_history(segment, prefix.token_ids, self._core, index)
-            return prefix.rows, prefix
+            rows = Rows(prefix.rows)
+            if rows.tokens < segment.to_position:
+                raise _not_found(segment, index, "stands on NVMe only, and was not loaded")
+            return rows, prefix
         log = self._core.logs.get(segment.log_id)
         if log is None or log.tenant != asker.tenant:
             raise _not_found(segment, index, "is not here, was revoked, or is not granted")
@@ -170,11 +238,13 @@ class HistoryFinder:
     def _spliced(
         self,
         manifest: Manifest,
-        rows: list[Sequence[PageRow]],
+        rows: list[Rows],
         usable: int,
-        prefix: Prefix | None,
     ) -> BasePlan:
         block_tokens = self._core.block_tokens
+        class_id = manifest.segments[0].numeric_class_id
+        if len(manifest.segments) == 1:
+            return plan_of_rows(rows[0], usable, block_tokens, class_id)
         blocks: list[BlockPlan] = []
         for page in manifest.pages():
             room = usable - page.block_index * block_tokens
@@ -182,7 +252,9 @@ class HistoryFinder:
             for part in page.sources:
                 taken = min(part.tokens, room - part.first_slot)
                 if taken > 0:
-                    row = copy_row(rows[part.segment_index][page.block_index])
+                    row = rows[part.segment_index][page.block_index]
+                    # The last row of a log that is being written goes on changing.
+                    row = cut_row(row, row.tokens)
                     sources.append(SlotSource(row=row, first_slot=part.first_slot, tokens=taken))
             if sources:
                 covered = sum(source.tokens for source in sources)
@@ -190,63 +262,23 @@ class HistoryFinder:
         return BasePlan(
             tokens=usable,
             blocks=tuple(blocks),
-            numeric_class_id=manifest.segments[0].numeric_class_id,
-            prefix=prefix,
+            numeric_class_id=class_id,
         )
 
 
-class ScopeChains:
-    """Block chains by scope; the secret is derived once per scope and kept, bounded."""
-
-    def __init__(self, core: Core, secret_of: SecretOf) -> None:
-        self._core = core
-        self._secret_of = secret_of
-        self._chains: dict[Scope, BlockChain] = {}
-
-    def chain(self, scope: Scope) -> BlockChain:
-        """The chain that keys a scope's blocks."""
-        known = self._chains.get(scope)
-        if known is None:
-            if len(self._chains) >= SCOPES_MAX:
-                self._chains.clear()
-            known = self._chains[scope] = BlockChain(
-                secret=self._secret_of(scope),
-                scope=scope,
-                kv=self._core.limits.kv_digest,
-                block_tokens=self._core.block_tokens,
-            )
-        return known
-
-    def offer(self, log: LogState) -> None:
-        """Puts the log's full blocks that are not in the index yet into it."""
-        core, block_tokens = self._core, self._core.block_tokens
-        full = log.committed // block_tokens
-        if not log.is_cacheable or full <= log.indexed_blocks:
-            return
-        parent = log.block_keys[log.indexed_blocks - 1] if log.indexed_blocks else None
-        ids = log.tokens[log.indexed_blocks * block_tokens : full * block_tokens]
-        keys = self.chain(log.scope).keys(ids, parent=parent)
-        for index, key in enumerate(keys, start=log.indexed_blocks):
-            del log.block_keys[index:]
-            log.block_keys.append(key)
-            is_base = (index + 1) * block_tokens <= log.cached_tokens
-            class_id = log.base_class_id if is_base else log.numeric_class_id
-            first = index * block_tokens
-            block_ids = ids_bytes(log.tokens[first : first + block_tokens])
-            core.index.offer(key, class_id, log.rows[index], block_ids)
-        log.indexed_blocks = full
-
-
-def plan_of_rows(
-    rows: Sequence[PageRow], tokens: int, block_tokens: int, numeric_class_id: int
-) -> BasePlan:
-    """The first `tokens` positions of a page table."""
-    blocks: list[BlockPlan] = []
-    for index in range(-(-tokens // block_tokens)):
-        count = min(block_tokens, tokens - index * block_tokens)
-        source = SlotSource(row=copy_row(rows[index]), first_slot=0, tokens=count)
-        blocks.append(BlockPlan(sources=(source,), tokens=count))
-    return BasePlan(tokens=tokens, blocks=tuple(blocks), numeric_class_id=numeric_class_id)
+def plan_of_rows(rows: Rows, tokens: int, block_tokens: int, numeric_class_id: int) -> BasePlan:
+    """The first `tokens` positions of a page table: full pages shared, the rest copied."""
+    full, rest = divmod(tokens, block_tokens)
+    blocks: tuple[BlockPlan, ...] = ()
+    if rest:
+        source = SlotSource(row=cut_row(rows[full], rest), first_slot=0, tokens=rest)
+        blocks = (BlockPlan(sources=(source,), tokens=rest),)
+    return BasePlan(
+        tokens=tokens,
+        rows=rows.head(full * block_tokens, block_tokens),
+        blocks=blocks,
+        numeric_class_id=numeric_class_id,
+    )
 
 
 def _check_history(segment: Segment, ids: Sequence[int], core: Core, index: int) -> None:

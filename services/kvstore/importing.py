@@ -5,7 +5,6 @@ Owns the core's half of PutBlob. Pure.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +13,11 @@ from baton.kv.blocks import Scope
 from baton.kv.sizing import pages_for
 from baton.sampling_parameters import SamplingParameters
 from services.kvstore.state import (
-    TOKEN_TYPECODE,
     LogState,
     PageRow,
     Phase,
+    Rows,
+    Tokens,
 )
 from services.kvstore.store import FIRST_GENERATION, Now, Store
 
@@ -44,17 +44,28 @@ class Importer:
         self._store = store
         self._core = store.core
 
-    def reserve(self, log_id: bytes, total_tokens: int) -> list[PageRow]:
-        """Rows over fresh pages for so many tokens; nothing refers to them yet."""
-        core = self._core
-        if log_id in core.logs or log_id in core.tombstones:
+    def require_new(self, log_id: bytes) -> None:
+        """ALREADY_EXISTS for an id that a log has, or had; DRAINING or QUOTA_EXCEEDED where no
+        other one is taken.
+        """
+        self._require_unused(log_id)
+        self._store.require_not_draining()
+        self._store.require_log_room()
+
+    def _require_unused(self, log_id: bytes) -> None:
+        if log_id in self._core.logs or log_id in self._core.tombstones:
             raise ServiceError(
                 Reason.ALREADY_EXISTS, "log_id is in use; draw a new one", field="log_id"
             )
+
+    def reserve(self, log_id: bytes, total_tokens: int, tenant: str) -> list[PageRow]:
+        """Rows over fresh pages for so many tokens; nothing refers to them yet."""
+        core = self._core
+        self.require_new(log_id)
         block_tokens = core.block_tokens
         count = pages_for(total_tokens, block_tokens)
-        self._store.home.require_room(count)
-        pages = core.pool.grant(count)
+        self._store.home.require_room(count, tenant)
+        pages = core.pool.grant(count, tenant)
         core.importing.update(pages)
         return [
             PageRow(
@@ -77,17 +88,15 @@ class Importer:
     ) -> LogState:
         """The reserved pages are filled: they become a log nobody writes."""
         core = self._core
-        if order.log_id in core.logs:
-            raise ServiceError(
-                Reason.ALREADY_EXISTS, "log_id is in use; draw a new one", field="log_id"
-            )
+        self._require_unused(order.log_id)
+        self._store.require_log_room()
         limits = core.limits
         ttl_s = limits.ttl_default_s if order.ttl_s is None else min(order.ttl_s, limits.ttl_max_s)
         log = LogState(
             log_id=order.log_id,
             tenant=order.tenant,
             scope=order.scope,
-            tokens=array(TOKEN_TYPECODE, token_ids),
+            tokens=Tokens(token_ids),
             prompt_tokens=len(token_ids),
             numeric_class=order.numeric_class,
             numeric_class_id=order.numeric_class_id,
@@ -95,7 +104,7 @@ class Importer:
             sampling=SamplingParameters(),
             generation=FIRST_GENERATION,
             phase=Phase.KEPT,
-            rows=rows,
+            rows=Rows(rows),
             committed=len(token_ids),
             chunk_list_digest=bytes(32),
             ttl_s=ttl_s,
@@ -106,9 +115,9 @@ class Importer:
             label_digest=order.label_digest,
             opened_wall_s=now.wall_s,
         )
-        for row in rows:
-            core.importing.discard(row.page)
-            core.pool.commit(row.page)
+        pages = [row.page for row in rows]
+        core.importing.difference_update(pages)
+        core.pool.commit_many(pages)
         core.logs[log.log_id] = log
         core.journal.opened(log, None)
         core.journal.snapshot(log)

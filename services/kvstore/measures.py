@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 from baton.errors import Reason
 from baton.metrics import Metrics
-from baton.metrics_table import PAGE_STATES, counter, counter_following, gauge, histogram
+from baton.metrics_families import DEVICE_SLOT_STATES, PAGE_STATES
+from baton.metrics_table import counter, counter_following, gauge, histogram
 from services.kvstore.runtime import Runtime
+from services.kvstore.tiers.device import DeviceTier
 
 
 class StoreMeasures:
@@ -41,6 +43,18 @@ class StoreMeasures:
         """`in` or `out`."""
         self._blob_bytes.add(payload_bytes, direction=direction)
 
+    def follow_devices(self, tier: DeviceTier) -> None:
+        """Shows the device memory of all workers together."""
+        slots = gauge(self._metrics, "baton_kvstore_device_slots")
+        for state in DEVICE_SLOT_STATES:
+            slots.follow(_reader(tier.count, state), state=state)
+        counters: dict[str, Callable[[], int]] = {
+            "device_loaded_pages": lambda: tier.loaded_pages,
+            "device_cleared_pages": lambda: tier.cleared_pages,
+        }
+        for name, read in counters.items():
+            counter_following(self._metrics, f"baton_kvstore_{name}", {"": read})
+
     def follow(self, runtime: Runtime, transfers_open: Callable[[], int]) -> None:
         """Shows the store's own numbers."""
         core, writer = runtime.core, runtime.writer
@@ -56,20 +70,29 @@ class StoreMeasures:
             "pins": lambda: sum(core.transfers.values()),
             "transfers_open": transfers_open,
             "prefixes": lambda: len(core.prefixes),
-            "index_blocks": lambda: len(core.index),
+            "index_blocks": lambda: core.tree.blocks,
+            "index_tails": lambda: core.tree.tails,
             "workers": lambda: len(runtime.workers.attached()),
             "log_segments": lambda: writer.segment_count,
+            "log_writable": lambda: int(writer.fault is None),
+            "log_queue_bytes": lambda: writer.queue_bytes,
+            "log_unflushed_bytes": lambda: writer.unflushed_bytes,
         }
         for name, read in gauges.items():
             gauge(self._metrics, f"baton_kvstore_{name}").follow(read)
         counters: dict[str, Callable[[], int]] = {
             "log_records": lambda: writer.counters.records,
             "log_groups": lambda: writer.counters.groups,
+            "log_bytes": lambda: writer.counters.bytes,
+            "log_poisoned_segments": lambda: writer.poisoned_segments,
+            "log_refused": lambda: writer.counters.refused,
+            "log_compacted": lambda: runtime.compactor.rewritten,
             "stale_writes_refused": lambda: core.stale_refused,
             "kv_evicted_logs": lambda: core.evicted_logs,
             "kv_damaged": lambda: runtime.pages.damaged_pages,
             "lookup_tokens": lambda: core.lookup_tokens,
             "hit_tokens": lambda: core.hit_tokens,
+            "key_collisions": lambda: core.tree.collisions,
         }
         for name, read in counters.items():
             counter_following(self._metrics, f"baton_kvstore_{name}", {"": read})

@@ -1,26 +1,36 @@
 """Page work: zeroing and verified copying of arena pages, in order, off the event loop.
 
 Owns the one thread that touches page bytes for the cores, and the order: what is queued first is
-done first, so that a copy never reads a page zeroed after it. Never decides anything; a copy whose
-source does not hash to its record is reported, not made.
+done first, so that a copy never reads a page zeroed after it. Pages with bytes of a life before
+this one are zeroed behind everything else, unless somebody is to get one. Never decides anything; a
+copy whose source does not hash to its record is reported, not made.
 """
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from baton.arena.copying import checksum, slot_checksums
 from baton.kv.crc import ByteArray
-from baton.kv.layout import copy_slots, page_crc, page_view, slot_crcs
+from baton.kv.layout import copy_slots, page_view
 from services.kvstore.arena import Arena
 from services.kvstore.progress import Progress
 from services.kvstore.state import CheckPages, FillPage, PageRow, PageWork, SlotSource, ZeroPages
 
+PageNumbers: TypeAlias = Collection[int] | npt.NDArray[np.uint32]
+
 BATCH_MAX: Final = 64
+CLEAN_BYTES_MAX: Final = 8 << 20
+"""Zeroed in one go while nobody waits: what comes meanwhile waits a few milliseconds at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +50,31 @@ class Damaged:
 
 
 class PageWorker:
-    """Does page work in order. `on_damaged` is called on the loop for each copy not made."""
+    """Does page work in order. `on_damaged` is called on the loop for each copy not made,
+    `on_filled` for each that was.
+    """
 
     def __init__(
-        self, arena: Arena, executor: Executor, on_damaged: Callable[[FillPage], None]
+        self,
+        arena: Arena,
+        executor: Executor,
+        on_damaged: Callable[[FillPage], None],
+        on_filled: Callable[[FillPage], None] = lambda _work: None,
     ) -> None:
         self._arena = arena
         self._executor = executor
         self._on_damaged = on_damaged
+        self._on_filled = on_filled
         self._queue: deque[PageWork] = deque()
         self._progress = Progress()
         self._wake = asyncio.Event()
-        # Page -> the count of work after which it may be used.
-        self._pending: dict[int, int] = {}
+        # By page: the count of work after which it may be used.
+        self._pending = np.zeros(arena.page_count, dtype=np.int64)
+        # Free pages with bytes of a life before: zeroed when nothing else is to be done, and at the
+        # latest before somebody is told that one of them is his.
+        self._dirty: set[int] = set()
+        self._to_clean: deque[int] = deque()
+        self._is_free: Callable[[int], bool] = lambda _page: False
         self.damaged_pages = 0
         self._is_ending = False
 
@@ -61,13 +83,26 @@ class PageWorker:
         self._is_ending = True
         self._wake.set()
 
+    def soil(self, pages: Iterable[int], is_free: Callable[[int], bool]) -> None:
+        """These free pages hold unknown bytes: none is used before it was zeroed (O7)."""
+        self._to_clean.extend(pages)
+        self._dirty.update(self._to_clean)
+        self._is_free = is_free
+        self._wake.set()
+
+    @property
+    def dirty(self) -> int:
+        """Pages still to be zeroed because of a restart."""
+        return len(self._dirty)
+
     def order(self, work: Iterable[PageWork]) -> None:
         """Queues work; `run` does it."""
         for item in work:
+            if self._dirty and isinstance(item, FillPage):
+                self._clean((item.target.page,))
             self._queue.append(item)
             self._progress.ordered += 1
-            for page in _pages_of(item):
-                self._pending[page] = self._progress.ordered
+            self._pending[_numbers(_pages_of(item))] = self._progress.ordered
             self._wake.set()
 
     @property
@@ -75,11 +110,18 @@ class PageWorker:
         """Work ordered and not yet done."""
         return self._progress.ordered - self._progress.done
 
-    async def ready(self, pages: Collection[int]) -> None:
+    def is_ready(self, pages: PageNumbers) -> bool:
+        """Whether no work is left that was ordered for these pages."""
+        return self._target(pages) <= self._progress.done
+
+    def _target(self, pages: PageNumbers) -> int:
+        return int(self._pending[_numbers(pages)].max()) if len(pages) else 0
+
+    async def ready(self, pages: PageNumbers) -> None:
         """Returns when the work ordered for these pages is done; at once where there is none."""
-        target = max((self._pending.get(page, 0) for page in pages), default=0)
-        if target:
-            await self._progress.reach(target)
+        if self._dirty:
+            self._clean(pages)
+        await self._progress.reach(self._target(pages))
 
     async def settled(self) -> None:
         """Returns when all that was ordered before is done."""
@@ -92,24 +134,39 @@ class PageWorker:
             while self._queue or not self._is_ending:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._queue:
+                while self._queue or self._clean_some():
                     count = min(len(self._queue), BATCH_MAX)
                     batch = [self._queue.popleft() for _ in range(count)]
                     self._finish(await loop.run_in_executor(self._executor, self._work, batch))
-                    self._forget(batch, self._progress.done + count)
                     self._progress.advance(self._progress.done + count)
 
-    def _forget(self, batch: list[PageWork], done: int) -> None:
-        for item in batch:
-            for page in _pages_of(item):
-                if self._pending.get(page, done + 1) <= done:
-                    del self._pending[page]
+    def _clean(self, pages: Iterable[int]) -> None:
+        """Orders the zeroing of those of `pages` that are dirty."""
+        found = tuple(int(page) for page in pages if page in self._dirty)
+        if found:
+            self._dirty.difference_update(found)
+            self.order((ZeroPages(pages=found),))
+
+    def _clean_some(self) -> bool:
+        """Orders a little of the zeroing that nobody waits for; False when there is none."""
+        if not self._to_clean or self._is_ending:
+            return False
+        count = max(1, CLEAN_BYTES_MAX // self._arena.slot_bytes)
+        batch: list[int] = []
+        while self._to_clean and len(batch) < count:
+            page = self._to_clean.popleft()
+            # One that was granted meanwhile is zeroed when its writer waits for it, not under it.
+            if page in self._dirty and self._is_free(page):
+                batch.append(page)
+        self._clean(batch)
+        return bool(batch)
 
     def _finish(self, results: list[Filled | Damaged]) -> None:
         for result in results:
             if isinstance(result, Filled):
                 result.work.target.crc = result.crc
                 result.work.target.slot_crcs = result.slot_crcs
+                self._on_filled(result.work)
             else:
                 self.damaged_pages += 1
                 self._on_damaged(result.work)
@@ -127,17 +184,23 @@ class PageWorker:
         return results
 
 
-def _pages_of(item: PageWork) -> tuple[int, ...]:
+def _pages_of(item: PageWork) -> PageNumbers:
     if isinstance(item, ZeroPages):
         return item.pages
     if isinstance(item, CheckPages):
-        return tuple(row.page for _, row in item.blocks)
+        return item.pages()
     return (item.target.page,)
+
+
+def _numbers(pages: PageNumbers) -> npt.NDArray[np.int64]:
+    if isinstance(pages, np.ndarray | array):
+        return np.asarray(pages, dtype=np.int64)
+    return np.fromiter(pages, dtype=np.int64, count=len(pages))
 
 
 def _damaged_blocks(arena: Arena, work: CheckPages) -> list[Damaged]:
     """The first block whose page is not what its record says, as a copy that was not made."""
-    for block_index, row in work.blocks:
+    for block_index, row in work.blocks():
         source = SlotSource(row=row, first_slot=0, tokens=row.tokens)
         if not is_intact(arena, source, arena.page(row.page)):
             fill = FillPage(
@@ -168,19 +231,19 @@ def fill_page(arena: Arena, work: FillPage) -> Filled | Damaged:
         )
     tokens = sum(source.tokens for source in work.sources)
     if tokens == geometry.block_tokens:
-        return Filled(work=work, crc=page_crc(geometry, target))
-    return Filled(work=work, crc=None, slot_crcs=list(slot_crcs(geometry, target, 0, tokens)))
+        return Filled(work=work, crc=checksum(target))
+    return Filled(work=work, crc=None, slot_crcs=list(slot_checksums(geometry, target, 0, tokens)))
 
 
 def is_intact(arena: Arena, source: SlotSource, page: ByteArray) -> bool:
     """Whether the source's slots hash to what its row says."""
     row = source.row
     if row.crc is not None:
-        return page_crc(arena.geometry, page) == row.crc
+        return checksum(page) == row.crc
     return rows_match(arena, row, source.first_slot, source.tokens, page)
 
 
 def rows_match(arena: Arena, row: PageRow, first_slot: int, tokens: int, page: ByteArray) -> bool:
     """Whether slots of a partial page hash to the row's slot CRCs."""
-    found = slot_crcs(arena.geometry, page, first_slot, tokens)
+    found = slot_checksums(arena.geometry, page, first_slot, tokens)
     return list(found) == row.slot_crcs[first_slot : first_slot + tokens]

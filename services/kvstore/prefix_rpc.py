@@ -13,12 +13,11 @@ from baton.kv.digests import history_start
 from baton.wire.durations import timestamp_from_proto
 from services.kvstore import wire
 from services.kvstore.access import Access
-from services.kvstore.answers import Answers, body_of
+from services.kvstore.answers import Answers
 from services.kvstore.identity import Identity
 from services.kvstore.prefixes import Prefix
 from services.kvstore.publishing import PublishOrder
 from services.kvstore.runtime import Runtime
-from services.kvstore.state import AckLevel
 
 PREFIX_ID_BYTES = 12
 
@@ -38,10 +37,17 @@ class PrefixCalls:
         log_id = wire.require_log_id(given.log.log_id, "prefix.log.log_id")
         claims = self._access.tenant(request.capability, Right.PUBLISH, log_id=log_id)
         tenant, _ = claims.tenant_scope()
-        body = body_of(request)
-        known = self._answers.recall(kvstore_pb2.PublishResponse, log_id, request.request_id, body)
-        if known is not None:
-            return known
+        call = self._answers.call(kvstore_pb2.PublishResponse, tenant, log_id, request)
+        kept = call.known()
+        if kept is None:
+            kept = call.keep(self._publish(request, log_id, tenant))
+        await self._runtime.acked(kept.level)
+        return kept.answer
+
+    def _publish(
+        self, request: kvstore_pb2.PublishRequest, log_id: bytes, tenant: str
+    ) -> kvstore_pb2.PublishResponse:
+        given = request.prefix
         order = PublishOrder(
             prefix_id=f"pfx-{secrets.token_hex(PREFIX_ID_BYTES)}",
             name=given.name,
@@ -60,19 +66,22 @@ class PrefixCalls:
             ),
         )
         prefix = self._runtime.store.prefix_keeper.publish(order, self._runtime.now().wall_s)
-        await self._runtime.acked(AckLevel.OS)
-        answer = kvstore_pb2.PublishResponse(prefix=self._to_proto(prefix))
-        return self._answers.remember(log_id, request.request_id, body, answer)
+        return kvstore_pb2.PublishResponse(prefix=self._to_proto(prefix))
 
     async def revoke(self, request: kvstore_pb2.RevokeRequest) -> kvstore_pb2.RevokeResponse:
         """Revoke."""
         claims = self._access.any_of(request.capability, (Right.PUBLISH, Right.ADMIN))
         is_operator = claims.tenant is None and Right.ADMIN in claims.rights
         tenant = None if is_operator else claims.tenant_scope()[0]
-        keeper = self._runtime.store.prefix_keeper
-        keeper.revoke(request.prefix_id, tenant, self._runtime.now().wall_s)
-        await self._runtime.acked(AckLevel.OS)
-        return kvstore_pb2.RevokeResponse()
+        subject = request.prefix_id.encode()
+        call = self._answers.call(kvstore_pb2.RevokeResponse, tenant, subject, request)
+        kept = call.known()
+        if kept is None:
+            keeper = self._runtime.store.prefix_keeper
+            keeper.revoke(request.prefix_id, tenant, self._runtime.now().wall_s)
+            kept = call.keep(kvstore_pb2.RevokeResponse())
+        await self._runtime.acked(kept.level)
+        return kept.answer
 
     def list(self, request: kvstore_pb2.ListPrefixesRequest) -> kvstore_pb2.ListPrefixesResponse:
         """ListPrefixes."""

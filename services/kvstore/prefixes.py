@@ -8,10 +8,12 @@ Invariant: the version grows with every change, so that a caller who has it know
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.errors import Reason, ServiceError
-from services.kvstore.state import PageRow
+from baton.kv.blocks import PublishedScope
+from services.kvstore.state import PageRow, Rows
 
 EVERY_TENANT = "*"
 PREFIXES_MAX = 1024
@@ -21,7 +23,10 @@ PREFIX_TENANTS_MAX = 1024
 
 @dataclass(slots=True, kw_only=True)
 class Prefix:
-    """One published prefix: tokens [0, position) of a log and the pages with their KV."""
+    """One published prefix: tokens [0, position) of a log and the pages with their KV.
+
+    `cold` has copies on the NVMe tier, as a log's.
+    """
 
     prefix_id: str
     name: str
@@ -43,6 +48,12 @@ class Prefix:
     create_wall_s: float
     expire_wall_s: float | None = None
     hits: int = field(default=0)
+    cold: Rows = field(default_factory=Rows)
+
+    @property
+    def scope(self) -> PublishedScope:
+        """What it is looked up in, with the owner's others of the same grant."""
+        return PublishedScope(owner=self.owner_tenant, tenants=tuple(sorted({*self.tenants})))
 
     def is_granted_to(self, tenant: str) -> bool:
         """The owner, the tenants it names, or everybody by `*`."""
@@ -56,10 +67,12 @@ class Prefix:
 class PrefixTable:
     """All published prefixes of one kvstore."""
 
-    __slots__ = ("_by_id", "version")
+    __slots__ = ("_by_id", "_scopes", "version")
 
     def __init__(self) -> None:
         self._by_id: dict[str, Prefix] = {}
+        # By tenant (or `*`): the scopes it may look into, and how many prefixes each has.
+        self._scopes: dict[str, Counter[PublishedScope]] = {}
         self.version = 1
 
     def __len__(self) -> int:
@@ -73,6 +86,10 @@ class PrefixTable:
         """What a tenant may use; None (a gateway or an operator) sees all."""
         return [p for p in self._by_id.values() if tenant is None or p.is_granted_to(tenant)]
 
+    def get(self, prefix_id: str) -> Prefix | None:
+        """The prefix, if it is published."""
+        return self._by_id.get(prefix_id)
+
     def find(self, prefix_id: str) -> Prefix:
         """The prefix; PREFIX_NOT_FOUND."""
         prefix = self._by_id.get(prefix_id)
@@ -83,6 +100,13 @@ class PrefixTable:
                 field="prefix_id",
             )
         return prefix
+
+    def scopes_for(self, tenant: str) -> list[PublishedScope]:
+        """The published scopes a tenant may look into, each once, in the order of publication."""
+        if not self._scopes:
+            return []
+        own, everybody = self._scopes.get(tenant, ()), self._scopes.get(EVERY_TENANT, ())
+        return list(dict.fromkeys((*own, *everybody)))
 
     def granting(self, log_id: bytes, tenant: str, to_position: int) -> Prefix | None:
         """The prefix that lets `tenant` use [0, to_position) of a log, if one does."""
@@ -102,15 +126,28 @@ class PrefixTable:
             )
         assert prefix.prefix_id not in self._by_id
         self._by_id[prefix.prefix_id] = prefix
+        for tenant in _granted(prefix):
+            self._scopes.setdefault(tenant, Counter())[prefix.scope] += 1
         self.version += 1
 
     def remove(self, prefix_id: str) -> Prefix:
         """Withdraws a prefix; PREFIX_NOT_FOUND."""
         prefix = self.find(prefix_id)
         del self._by_id[prefix_id]
+        for tenant in _granted(prefix):
+            scopes = self._scopes[tenant]
+            scopes[prefix.scope] -= 1
+            if not scopes[prefix.scope]:
+                del scopes[prefix.scope]
+            if not scopes:
+                del self._scopes[tenant]
         self.version += 1
         return prefix
 
     def over(self, wall_s: float) -> list[Prefix]:
         """Prefixes whose own end has come."""
         return [prefix for prefix in self._by_id.values() if prefix.is_over(wall_s)]
+
+
+def _granted(prefix: Prefix) -> set[str]:
+    return {prefix.owner_tenant, *prefix.tenants}

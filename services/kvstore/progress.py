@@ -48,6 +48,23 @@ class Progress:
                 still.append((target, future))
         self._waiters = still
 
+    @property
+    def next_target(self) -> int | None:
+        """The smallest number that somebody waits for; orders only grow."""
+        for target, future in self._waiters:
+            if not future.done():
+                return target
+        return None
+
+    def refuse(self, error: ServiceError) -> None:
+        """Whoever waits now gets `error`; later ones wait as ever."""
+        for _, future in self._waiters:
+            if not future.done():
+                future.set_exception(error)
+                # Nobody may be left to look at it.
+                future.exception()
+        self._waiters.clear()
+
     @contextmanager
     def ending(self, fault: str) -> Iterator[None]:
         """When the block ends, for whatever reason, all waiters are told `fault`."""

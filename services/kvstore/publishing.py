@@ -9,18 +9,21 @@ from dataclasses import dataclass
 
 from baton.errors import Reason, ServiceError
 from baton.kv.digests import history_at, ids_hash
+from services.kvstore.chains import ScopeChains
 from services.kvstore.core import Core, invalid
-from services.kvstore.home import Event, copy_row, require_allowed
+from services.kvstore.home import Event, require_allowed
 from services.kvstore.keeper import require_tenant
 from services.kvstore.prefixes import (
     PREFIX_NAME_CHARS_MAX,
     PREFIX_TENANTS_MAX,
     Prefix,
 )
-from services.kvstore.store_rows import cut_row
 
 NO_HASH = bytes(32)
 TENANT_BYTES_MAX = 256
+MODEL_CHARS_MAX = 256
+EXPIRE_WALL_S_MAX = 253_402_300_800.0
+"""The end of the year 9999, where timestamps end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,9 @@ class PublishOrder:
 class PrefixKeeper:
     """Publishes and revokes."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, chains: ScopeChains) -> None:
         self._core = core
+        self._chains = chains
 
     def publish(self, order: PublishOrder, wall_s: float) -> Prefix:
         """Offers a prefix under a name; its pages stay whatever becomes of the log."""
@@ -64,9 +68,7 @@ class PrefixKeeper:
             raise invalid("prefix.segment.ids_hash", "is not that of the log's tokens")
         if order.history_end not in (b"", history_end):
             raise invalid("prefix.segment.history_end", "is not that of the log's tokens")
-        count = -(-order.position // limits.block_tokens)
-        rows = [copy_row(row) for row in log.rows[:count]]
-        cut_row(rows[-1], order.position - (count - 1) * limits.block_tokens)
+        rows = list(log.rows.head(order.position, limits.block_tokens))
         prefix = Prefix(
             prefix_id=order.prefix_id,
             name=order.name,
@@ -89,9 +91,9 @@ class PrefixKeeper:
             expire_wall_s=order.expire_wall_s,
         )
         self._core.prefixes.add(prefix)
-        for row in rows:
-            self._core.pool.hold(row.page)
+        self._core.pool.hold_many([row.page for row in rows])
         self._core.journal.published(prefix)
+        self._chains.offer_prefix(prefix)
         return prefix
 
     def _check(self, order: PublishOrder, wall_s: float) -> None:
@@ -109,6 +111,10 @@ class PrefixKeeper:
                 raise invalid(f"prefix.{name}", f"must be {sizes[-1]} bytes")
         if order.expire_wall_s is not None and order.expire_wall_s <= wall_s:
             raise invalid("prefix.expire_time", "is over already")
+        if order.expire_wall_s is not None and order.expire_wall_s > EXPIRE_WALL_S_MAX:
+            raise invalid("prefix.expire_time", "is no time; leave it out to have no end")
+        if len(order.model) > MODEL_CHARS_MAX:
+            raise invalid("prefix.model", f"must have at most {MODEL_CHARS_MAX} characters")
         for prefix in self._core.prefixes.all():
             if prefix.owner_tenant == order.tenant and prefix.name == order.name:
                 raise ServiceError(
@@ -133,8 +139,9 @@ class PrefixKeeper:
     def _withdraw(self, prefix: Prefix, wall_s: float) -> None:
         self._core.prefixes.remove(prefix.prefix_id)
         self._core.journal.revoked(prefix, wall_s)
+        self._core.cut_copies(prefix, 0)
+        self._chains.withdraw_prefix(prefix)
         for row in prefix.rows:
-            self._core.index.forget_page(row.page)
             self._core.pool.drop(row.page)
         self._core.drain_freed()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,12 +17,16 @@ import grpc
 from baton.api.kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.capability import Right
 from baton.errors import Reason, ServiceError
+from baton.wire.blob_chunks import get_response_bytes, put_request_of
 from baton.wire.durations import duration_from_proto
 from services.kvstore import wire
 from services.kvstore.access import Access
 from services.kvstore.append_rpc import AppendCalls
 from services.kvstore.blob_rpc import BlobCalls
+from services.kvstore.blob_wire import GetPiece, PutPiece, taken_in_time
 from services.kvstore.log_rpc import LogCalls
+from services.kvstore.moving.assembly import Moves
+from services.kvstore.park_rpc import ParkCalls
 from services.kvstore.prefix_rpc import PrefixCalls
 from services.kvstore.runtime import SWEEP_INTERVAL_S, Runtime
 from services.kvstore.worker_rpc import WorkerCalls
@@ -42,6 +47,8 @@ class Calls:
     blobs: BlobCalls
     prefixes: PrefixCalls
     workers: WorkerCalls
+    parking: ParkCalls
+    moves: Moves | None = None
 
 
 class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
@@ -62,42 +69,104 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
         self, request: kvstore_pb2.OpenRequest, context: _Context
     ) -> kvstore_pb2.OpenResponse:
         """Creates a log."""
+        self._runtime.writer.require_room()
         return await self._calls.logs.open(request)
 
     async def Grant(
         self, request: kvstore_pb2.GrantRequest, context: _Context
     ) -> kvstore_pb2.GrantResponse:
         """Gives a writer more pages."""
+        self._runtime.writer.require_room()
         return await self._calls.logs.grant(request)
 
     async def CommitCheckpoint(
         self, request: kvstore_pb2.CommitCheckpointRequest, context: _Context
     ) -> kvstore_pb2.CommitCheckpointResponse:
         """Records KV."""
+        self._runtime.writer.require_room()
         return await self._calls.logs.checkpoint(request)
 
     async def Seal(
         self, request: kvstore_pb2.SealRequest, context: _Context
     ) -> kvstore_pb2.SealResponse:
         """Ends prefill."""
+        self._runtime.writer.require_room()
         return await self._calls.logs.seal(request)
 
     async def Take(
         self, request: kvstore_pb2.TakeRequest, context: _Context
     ) -> kvstore_pb2.TakeResponse:
         """Makes the caller the writer."""
+        self._runtime.writer.require_room()
         return await self._calls.logs.take(request)
+
+    @property
+    def _moves(self) -> Moves:
+        """Who moves logs; a store without other kvstores has nobody."""
+        if self._calls.moves is None:
+            raise ServiceError(
+                Reason.UNSUPPORTED,
+                "this kvstore does not move logs; take the log where it is, or open a new one "
+                "elsewhere from its tokens",
+            )
+        return self._calls.moves
 
     async def Move(
         self, request: kvstore_pb2.MoveRequest, context: _Context
     ) -> kvstore_pb2.MoveResponse:
-        """Refuses: logs do not change their kvstore yet."""
-        raise ServiceError(
-            Reason.UNSUPPORTED,
-            "this version does not move logs between kvstores; take the log at its own kvstore, "
-            "or open a new one elsewhere from its tokens",
-            field="to_kvstore_address",
-        )
+        """Gives a log away."""
+        self._runtime.writer.require_room()
+        return await self._moves.old_home.move(request)
+
+    async def ExpectLog(
+        self, request: kvstore_pb2.ExpectLogRequest, context: _Context
+    ) -> kvstore_pb2.ExpectLogResponse:
+        """Follows a log that will come here."""
+        self._runtime.writer.require_room()
+        return await self._moves.new_home.expect(request)
+
+    async def AdoptLog(
+        self, request: kvstore_pb2.AdoptLogRequest, context: _Context
+    ) -> kvstore_pb2.AdoptLogResponse:
+        """Brings a log here."""
+        self._runtime.writer.require_room()
+        return await self._moves.new_home.adopt(request)
+
+    async def FollowLog(
+        self, request: kvstore_pb2.FollowLogRequest, context: _Context
+    ) -> AsyncIterator[kvstore_pb2.FollowLogResponse]:
+        """Tells what is committed."""
+        async with aclosing(self._moves.old_home.follow(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def FetchPages(
+        self, request: kvstore_pb2.FetchPagesRequest, context: _Context
+    ) -> AsyncIterator[kvstore_pb2.FetchPagesResponse]:
+        """Sends pages."""
+        async with aclosing(self._moves.old_home.pages(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def FetchSnapshot(
+        self, request: kvstore_pb2.FetchSnapshotRequest, context: _Context
+    ) -> AsyncIterator[kvstore_pb2.FetchSnapshotResponse]:
+        """Sends a moved log's state."""
+        async with aclosing(self._moves.old_home.snapshot(request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def MoveDone(
+        self, request: kvstore_pb2.MoveDoneRequest, context: _Context
+    ) -> kvstore_pb2.MoveDoneResponse:
+        """Drops a moved log's pages."""
+        return await self._moves.old_home.done(request)
+
+    async def DescribeMove(
+        self, request: kvstore_pb2.DescribeMoveRequest, context: _Context
+    ) -> kvstore_pb2.DescribeMoveResponse:
+        """Says whether a log was opened here."""
+        return self._moves.new_home.describe(request)
 
     async def Append(
         self, request_iterator: AsyncIterator[kvstore_pb2.AppendRequest], context: _Context
@@ -110,18 +179,23 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
         self, request: kvstore_pb2.TruncateRequest, context: _Context
     ) -> kvstore_pb2.TruncateResponse:
         """Cuts a log back."""
+        self._runtime.writer.require_room()
         return await self._calls.logs.truncate(request)
 
     async def Fork(
         self, request: kvstore_pb2.ForkRequest, context: _Context
     ) -> kvstore_pb2.ForkResponse:
         """Starts a log from another."""
+        self._runtime.writer.require_room()
         return await self._calls.logs.fork(request)
 
     async def Cancel(
         self, request: kvstore_pb2.CancelRequest, context: _Context
     ) -> kvstore_pb2.CancelResponse:
-        """Fences a log."""
+        """Fences a log; one that is only coming here is not wanted any more."""
+        moves = self._calls.moves
+        if moves is not None and moves.new_home.give_up(request.log_id, request.capability):
+            return kvstore_pb2.CancelResponse()
         return await self._calls.logs.cancel(request)
 
     async def Close(
@@ -130,11 +204,24 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
         """Ends a log."""
         return await self._calls.logs.close(request)
 
+    async def Park(
+        self, request: kvstore_pb2.ParkRequest, context: _Context
+    ) -> kvstore_pb2.ParkResponse:
+        """Leaves a log without a writer."""
+        self._runtime.writer.require_room()
+        return await self._calls.parking.park(request)
+
     async def RenewLeases(
         self, request: kvstore_pb2.RenewLeasesRequest, context: _Context
     ) -> kvstore_pb2.RenewLeasesResponse:
         """Keeps logs owned."""
         return self._calls.workers.renew(request)
+
+    async def Distrust(
+        self, request: kvstore_pb2.DistrustRequest, context: _Context
+    ) -> kvstore_pb2.DistrustResponse:
+        """Gives up KV that its worker does not vouch for."""
+        return await self._calls.workers.distrust(request)
 
     async def ReplayLog(
         self, request: kvstore_pb2.ReplayLogRequest, context: _Context
@@ -144,17 +231,20 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
             yield piece
 
     async def PutBlob(
-        self, request_iterator: AsyncIterator[kvstore_pb2.PutBlobRequest], context: _Context
+        self, request_iterator: AsyncIterator[PutPiece], context: _Context
     ) -> kvstore_pb2.PutBlobResponse:
         """Stores KV as a log."""
+        self._runtime.writer.require_room()
         return await self._calls.blobs.put(request_iterator)
 
-    async def GetBlob(
+    # Chunks come encoded: `add_to_server` sends them as they are.
+    async def GetBlob(  # type: ignore[override]
         self, request: kvstore_pb2.GetBlobRequest, context: _Context
-    ) -> AsyncIterator[kvstore_pb2.GetBlobResponse]:
+    ) -> AsyncIterator[GetPiece]:
         """Streams KV."""
-        async for response in self._calls.blobs.get(request):
-            yield response
+        async with aclosing(taken_in_time(self._calls.blobs.get(request))) as responses:
+            async for response in responses:
+                yield response
 
     async def DescribeBlob(
         self, request: kvstore_pb2.DescribeBlobRequest, context: _Context
@@ -162,16 +252,30 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
         """Says what GetBlob would send."""
         return await self._calls.blobs.describe(request)
 
+    async def MapLog(
+        self, request: kvstore_pb2.MapLogRequest, context: _Context
+    ) -> kvstore_pb2.MapLogResponse:
+        """Pins pages for a reader on this node."""
+        return await self._calls.blobs.map(request)
+
+    async def UnmapLog(
+        self, request: kvstore_pb2.UnmapLogRequest, context: _Context
+    ) -> kvstore_pb2.UnmapLogResponse:
+        """Lets them go."""
+        return self._calls.blobs.unmap(request)
+
     async def Publish(
         self, request: kvstore_pb2.PublishRequest, context: _Context
     ) -> kvstore_pb2.PublishResponse:
         """Offers a prefix."""
+        self._runtime.writer.require_room()
         return await self._calls.prefixes.publish(request)
 
     async def Revoke(
         self, request: kvstore_pb2.RevokeRequest, context: _Context
     ) -> kvstore_pb2.RevokeResponse:
         """Withdraws a prefix."""
+        self._runtime.writer.require_room()
         return await self._calls.prefixes.revoke(request)
 
     async def ListPrefixes(
@@ -190,6 +294,7 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
         self, request: kvstore_pb2.DescribeArenaRequest, context: _Context
     ) -> kvstore_pb2.DescribeArenaResponse:
         """Counts pages."""
+        self._access.genuine(request.capability)
         core = self._runtime.core
         counts = core.pool.counts()
         logs_open = sum(log.is_open for log in core.logs.values())
@@ -204,7 +309,16 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
             logs_kept=len(core.logs) - logs_open,
             leases=len(core.leases),
             transfers_open=self._calls.blobs.transfers_open,
+            nvme=wire.nvme_to_proto(self._runtime.nvme),
         )
+
+    async def ProbeTransfer(
+        self, request: kvstore_pb2.ProbeTransferRequest, context: _Context
+    ) -> AsyncIterator[kvstore_pb2.ProbeTransferResponse]:
+        """Sends generated bytes."""
+        async with aclosing(self._moves.probes.probe(request)) as responses:
+            async for response in responses:
+                yield response
 
     async def Drain(
         self, request: kvstore_pb2.DrainRequest, context: _Context
@@ -214,6 +328,27 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServiceServicer):
         timeout_s = min(duration_from_proto(request.timeout), DRAIN_S_MAX)
         remaining = await drain(self._runtime, timeout_s)
         return kvstore_pb2.DrainResponse(remaining=remaining)
+
+
+def add_to_server(servicer: KVStoreServicer, server: grpc.aio.Server) -> None:
+    """Registers every call. The first handler of a name counts: those whose payload protobuf would
+    copy are there before the generated ones.
+    """
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "PutBlob": grpc.stream_unary_rpc_method_handler(
+            servicer.PutBlob,
+            request_deserializer=put_request_of,
+            response_serializer=kvstore_pb2.PutBlobResponse.SerializeToString,
+        ),
+        "GetBlob": grpc.unary_stream_rpc_method_handler(
+            servicer.GetBlob,
+            request_deserializer=kvstore_pb2.GetBlobRequest.FromString,
+            response_serializer=get_response_bytes,
+        ),
+    }
+    generic = grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+    server.add_generic_rpc_handlers((generic,))
+    kvstore_pb2_grpc.add_KVStoreServiceServicer_to_server(servicer, server)
 
 
 async def drain(runtime: Runtime, timeout_s: float) -> int:

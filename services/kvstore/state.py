@@ -5,16 +5,20 @@ Owns shapes only; the rules stand in `home`, `history`, `keeper` and `store`. Pu
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, unique
 
 from baton.kv.blocks import Scope
 from baton.kv.digests import ChunkPage
 from baton.sampling_parameters import SamplingParameters
-
-TOKEN_TYPECODE = "I"
-assert array(TOKEN_TYPECODE).itemsize == 4
+from services.kvstore.nodes import Node
+from services.kvstore.rows import PageArray
+from services.kvstore.rows import PageRow as PageRow
+from services.kvstore.rows import Rows as Rows
+from services.kvstore.tokens import TOKEN_TYPECODE as TOKEN_TYPECODE
+from services.kvstore.tokens import Tokens as Tokens
+from services.kvstore.tokens import token_array as token_array
 
 
 @unique
@@ -25,6 +29,7 @@ class Phase(Enum):
     DECODE = "decode"
     ENDED = "ended"
     KEPT = "kept"
+    MOVED = "moved"
 
 
 @unique
@@ -33,20 +38,6 @@ class AckLevel(IntEnum):
 
     OS = 1
     DISK = 2
-
-
-@dataclass(slots=True, kw_only=True)
-class PageRow:
-    """One row of a page table: a page, its page generation, committed slots and their CRCs.
-
-    `crc` is set once the page is full, `slot_crcs` (one per committed slot) while it is partial.
-    """
-
-    page: int
-    page_generation: int
-    tokens: int
-    crc: int | None = None
-    slot_crcs: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +75,15 @@ class LogState:
 
     `committed` counts positions whose KV is there; `granted` are the pages its writer may write and
     has not committed, in order of use; `writer` is None when nobody may write. `fence_tail` is true
-    when the last row's page may still be written by the current writer (it is partial).
+    when the last row's page may still be written by the current writer (it is partial). `moved_to`
+    is the home a log in phase MOVED went to; here it is only read, until its pages are dropped.
+    `cold[i]` is a copy of block i on the NVMe tier: `page` is a slot there.
     """
 
     log_id: bytes
     tenant: str
     scope: Scope
-    tokens: array[int]
+    tokens: Tokens
     prompt_tokens: int
     numeric_class: str
     numeric_class_id: int
@@ -98,7 +91,8 @@ class LogState:
     generation: int
     phase: Phase = Phase.PREFILL
     writer: Writer | None = None
-    rows: list[PageRow] = field(default_factory=list)
+    rows: Rows = field(default_factory=Rows)
+    cold: Rows = field(default_factory=Rows)
     granted: dict[int, int] = field(default_factory=dict)
     committed: int = 0
     cached_tokens: int = 0
@@ -114,13 +108,25 @@ class LogState:
     ttl_s: float = 3600.0
     last_used_s: float = 0.0
     expires_wall_s: float | None = None
-    block_keys: list[bytes] = field(default_factory=list)
+    # Its way through the tree: a node `node_depth` blocks deep, of which the first `node_blocks`
+    # are this log's. `foreign_blocks` of these were published by another tenant.
+    node: Node | None = field(default=None, compare=False, repr=False)
+    node_depth: int = 0
+    node_blocks: int = 0
+    foreign_blocks: int = 0
     indexed_blocks: int = 0
     request_id: str = ""
     body_hash: bytes = bytes(32)
     label_digest: bytes = bytes(16)
+    # Of a log that was read back; None: this store's own.
+    kv_digest: bytes | None = None
+    tokenizer_hash: bytes | None = None
     opened_wall_s: float = 0.0
     lsn: int = 0
+    moved_to: str | None = None
+    # Where it was forked off, for people who look; a record of it goes with compaction.
+    parent_id: bytes | None = field(default=None, compare=False)
+    parent_position: int = field(default=0, compare=False)
 
     @property
     def position(self) -> int:
@@ -136,6 +142,11 @@ class LogState:
     def is_open(self) -> bool:
         """A writer could still write to it."""
         return self.phase in (Phase.PREFILL, Phase.DECODE)
+
+    @property
+    def is_copied(self) -> bool:
+        """All of its KV stands on the NVMe tier too: its host pages may go, and nothing is lost."""
+        return 0 < self.committed <= self.cold.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +172,7 @@ class TakeAnswer:
 class ZeroPages:
     """Work for the arena: these pages were released; zero them before they are granted again."""
 
-    pages: tuple[int, ...]
+    pages: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,12 +206,25 @@ class FillPage:
 class CheckPages:
     """Work for the arena: compare full pages that a new writer adopts with their records.
 
-    `blocks`: (block index, row). Who waits for these pages waits for the comparison.
+    `rows` are the log's first blocks, `indexes` those of them to compare; None: all. Who waits for
+    these pages waits for the comparison.
     """
 
     log_id: bytes
     generation: int
-    blocks: tuple[tuple[int, PageRow], ...]
+    rows: Rows
+    indexes: tuple[int, ...] | None = None
+
+    def blocks(self) -> Iterator[tuple[int, PageRow]]:
+        """(Block index, row) of each page to compare."""
+        if self.indexes is None:
+            return iter(enumerate(self.rows))
+        return ((index, self.rows[index]) for index in self.indexes)
+
+    def pages(self) -> PageArray:
+        """The pages to compare."""
+        pages = self.rows.pages()
+        return pages if self.indexes is None else pages[list(self.indexes)]
 
 
 PageWork = ZeroPages | FillPage | CheckPages

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from google.protobuf.duration_pb2 import Duration
+
 from baton.api.common.v1 import common_pb2
 from baton.api.kvstore.v1 import kvstore_pb2
 from baton.ids import LOG_ID_BYTES
 from baton.kv.blocks import Scope
 from baton.kv.manifest import Manifest, Segment
-from baton.wire.durations import timestamp_to_proto
+from baton.wire.durations import duration_from_proto, timestamp_to_proto
 from baton.wire.finish import finish_from_proto, finish_to_proto
 from baton.wire.label import geometry_to_proto
 from baton.wire.sampling import sampling_to_proto
@@ -23,6 +25,7 @@ from services.kvstore.core import Limits, invalid
 from services.kvstore.log.state import Parent
 from services.kvstore.prefixes import Prefix
 from services.kvstore.state import AckLevel, GrantedPage, LogprobEntry, LogState, PageRow
+from services.kvstore.tiers.nvme_tier import NvmeTier
 from services.kvstore.writes import AppendItem
 
 REPLAY_TOKENS_MAX: Final = 16_384
@@ -43,6 +46,14 @@ def require_request_id(request_id: str) -> str:
     if not 1 <= len(request_id) <= REQUEST_ID_CHARS_MAX:
         raise invalid("request_id", f"must have 1 to {REQUEST_ID_CHARS_MAX} characters")
     return request_id
+
+
+def seconds_of(message: Duration, field: str) -> float:
+    """A duration that nobody checked yet: seconds, if it is not negative."""
+    seconds = duration_from_proto(message)
+    if seconds < 0.0:
+        raise invalid(field, "must not be negative")
+    return seconds
 
 
 def scope_of(tenant: str, scope: str, cache_salt: str) -> Scope:
@@ -90,6 +101,20 @@ def row_of(entry: common_pb2.PageEntry, block_tokens: int) -> PageRow:
         tokens=entry.tokens,
         crc=entry.crc32c if is_full else None,
         slot_crcs=[] if is_full else list(entry.slot_crc32c),
+    )
+
+
+def moved_row_of(entry: common_pb2.PageEntry, block_tokens: int) -> PageRow:
+    """One row of a moving log: a cut row of a full page has its page's CRC and no slot CRCs."""
+    is_whole = not entry.slot_crc32c
+    if not 1 <= entry.tokens <= block_tokens:
+        raise invalid("pages.tokens", f"must be 1 to {block_tokens}")
+    return PageRow(
+        page=entry.page,
+        page_generation=entry.page_generation,
+        tokens=entry.tokens,
+        crc=entry.crc32c if is_whole else None,
+        slot_crcs=list(entry.slot_crc32c),
     )
 
 
@@ -199,6 +224,24 @@ def arena_to_proto(arena: Arena) -> kvstore_pb2.ArenaInfo:
         page_bytes=arena.page_bytes,
         data_offset=DATA_OFFSET,
         geometry=geometry_to_proto(arena.geometry),
+    )
+
+
+def nvme_to_proto(tier: NvmeTier | None) -> kvstore_pb2.NvmeInfo | None:
+    """The NVMe tier's slots and rates; None where there is none."""
+    if tier is None:
+        return None
+    counts = tier.slots.counts()
+    return kvstore_pb2.NvmeInfo(
+        slot_count=counts.total,
+        slot_bytes=tier.file.slot_bytes,
+        slots_free=counts.free,
+        slots_writing=counts.granted,
+        slots_held=counts.live + counts.shared,
+        slots_retired=tier.slots.retired_count,
+        is_direct=tier.file.is_direct,
+        read_bytes_per_s=tier.queue.read_bytes_per_s or 0.0,
+        write_bytes_per_s=tier.queue.write_bytes_per_s or 0.0,
     )
 
 

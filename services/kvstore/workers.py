@@ -1,7 +1,8 @@
 """Attached workers: who has the arena mapped, under which slot, and what each has let go of.
 
 Owns names, slots and incarnations, and the rule by which a live worker releases pages by name.
-Pure; whether a slot's lock is still held is asked elsewhere and passed in.
+Pure; whether a slot's lock is still held is asked elsewhere and passed in. Slots are persistent:
+the log names them, and after a restart they are still whose they were.
 
 Release by name: a fenced writer's pages are free once two renewals of its worker in a row, both
 received after the fence, do not name the log at the fenced generation. The first one tells the
@@ -10,17 +11,18 @@ worker what it lost; the second was composed after it knew. (One renewal in flig
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from baton.errors import Reason, ServiceError
 from baton.kv.numeric import NumericClass
+from services.kvstore.arena import SLOTS_MAX
 from services.kvstore.pages import Fence
 from services.kvstore.state import Writer
 
-SLOTS_MAX: Final = 4096
 RENEWALS_TO_RELEASE: Final = 2
+UNKNOWN_WORKER: Final = "?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +33,27 @@ class AttachedWorker:
     numeric_class: NumericClass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Former:
+    """Who wrote a log, under which generation, before its arena was lost."""
+
+    writer: Writer
+    generation: int
+
+
 class WorkerTable:
     """Workers by name; slots are numbers that never change their worker."""
 
     def __init__(self) -> None:
         self._attached: dict[str, AttachedWorker] = {}
-        self._slot_owner: list[str] = []
+        self._slot_owner: dict[int, str] = {}
         self._watched: set[int] = set()
         self._unnamed: dict[Fence, int] = {}
+
+    def restore(self, owners: Mapping[int, str], locked: Iterable[int]) -> None:
+        """After a restart: whose slots are whose, and which locks somebody still has."""
+        self._slot_owner.update(owners)
+        self._watched.update(locked)
 
     def attached(self) -> list[AttachedWorker]:
         """Every attached worker."""
@@ -57,20 +72,24 @@ class WorkerTable:
 
     def slots_of(self, worker_id: str) -> list[int]:
         """The slots the worker has had, newest first."""
-        return [
-            slot
-            for slot in range(len(self._slot_owner) - 1, -1, -1)
-            if self._slot_owner[slot] == worker_id
-        ]
+        return sorted(
+            (slot for slot, owner in self._slot_owner.items() if owner == worker_id), reverse=True
+        )
 
-    def new_slot(self, worker_id: str) -> int:
-        """A slot nobody has had; QUOTA_EXCEEDED when there are too many."""
-        if len(self._slot_owner) >= SLOTS_MAX:
-            raise ServiceError(
-                Reason.QUOTA_EXCEEDED, f"{SLOTS_MAX} workers have attached; restart the kvstore"
-            )
-        self._slot_owner.append(worker_id)
-        return len(self._slot_owner) - 1
+    def owner_of(self, slot: int) -> str:
+        """Whose slot it is; a mark where nobody knows."""
+        return self._slot_owner.get(slot, UNKNOWN_WORKER)
+
+    def new_slot(self, worker_id: str, is_locked: Callable[[int], bool]) -> int:
+        """A slot nobody has had, nor has now; QUOTA_EXCEEDED when there are too many."""
+        for slot in range(SLOTS_MAX):
+            if slot not in self._slot_owner and not is_locked(slot):
+                self._slot_owner[slot] = worker_id
+                return slot
+        raise ServiceError(
+            Reason.QUOTA_EXCEEDED,
+            f"{SLOTS_MAX} workers have attached; start the kvstore with another --arena-dir",
+        )
 
     def attach(self, worker: AttachedWorker) -> None:
         """The worker has its descriptor; from now on its slot's lock tells whether it lives."""
@@ -84,9 +103,9 @@ class WorkerTable:
     def gone(self, slot: int) -> str | None:
         """The slot's lock is gone; the worker's name if that was its current slot."""
         self._watched.discard(slot)
-        worker_id = self._slot_owner[slot]
-        current = self._attached.get(worker_id)
-        if current is None or current.writer.slot != slot:
+        worker_id = self._slot_owner.get(slot)
+        current = None if worker_id is None else self._attached.get(worker_id)
+        if worker_id is None or current is None or current.writer.slot != slot:
             return None
         del self._attached[worker_id]
         return worker_id

@@ -21,9 +21,12 @@ from services.kvstore.home import Event, require_allowed
 from services.kvstore.state import LogprobEntry, LogState, PageRow, Phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AppendItem:
-    """One token of one log, and the KV slot of the token before it."""
+    """One token of one log, and the KV slot of the token before it.
+
+    Not frozen: thousands are made a second, and freezing is half of what making one costs.
+    """
 
     log_id: bytes
     generation: int
@@ -70,6 +73,7 @@ class Writes:
             return log.committed
         self._check_checkpoint(log, span, pages)
         core, block_tokens = self._core, self._core.block_tokens
+        core.written_from(log, first)
         for index, given in enumerate(pages, start=first // block_tokens):
             if index == len(log.rows):
                 core.pool.commit(given.page)
@@ -190,22 +194,22 @@ class Writes:
         log = self.writing_or_ended(item, worker_id)
         tokens = log.tokens
         if item.position != len(tokens) or log.phase is not Phase.DECODE:
-            if not self._is_appended_again(log, item):
-                require_allowed(log, Event.APPEND)
-                raise invalid("position", f"must be {len(tokens)}, the log's next position")
+            self._require_repeated(log, item)
             return log
-        core = self._core
-        row = self._slot_row(log, item)
-        size = core.limits.vocabulary_size
+        core, limits = self._core, self._core.limits
+        row = self._slot_row(log, item, limits.block_tokens)
+        size = limits.vocabulary_size
         if size is not None and item.token_id >= size:
             raise invalid("token_id", f"not in the vocabulary of {size} tokens")
+        if log.cold.last is not None:
+            core.written_from(log, log.committed)
         if row is None:
             core.pool.commit(item.page)
             del log.granted[item.page]
             row = PageRow(page=item.page, page_generation=item.page_generation, tokens=0)
             log.rows.append(row)
         row.tokens += 1
-        if item.page_crc is not None and row.tokens == core.limits.block_tokens:
+        if item.page_crc is not None and row.tokens == limits.block_tokens:
             row.crc = item.page_crc
             row.slot_crcs = []
         else:
@@ -216,14 +220,17 @@ class Writes:
             log.logprobs.append(item.logprob)
         log.finish_reason = item.finish_reason
         core.journal.appended(log, row, item.slot_crc, item.logprob)
-        self._touch(log, now_s)
+        log.last_used_s = now_s
+        core.leases.renew(item.log_id, now_s)
         if item.finish_reason is not None:
             self._finish(log)
         return log
 
     def writing_or_ended(self, item: AppendItem, worker_id: str) -> LogState:
         """The log at the item's generation; its writer may have just ended it by name."""
-        log = self._core.current(item.log_id, item.generation)
+        log = self._core.logs.get(item.log_id)
+        if log is None or log.generation != item.generation:
+            log = self._core.current(item.log_id, item.generation)
         writer = log.writer
         if writer is None:
             if log.phase is Phase.ENDED:
@@ -233,19 +240,22 @@ class Writes:
         self._core.stale_refused += 1
         raise stale(item.log_id, item.generation, log.generation)
 
-    def _is_appended_again(self, log: LogState, item: AppendItem) -> bool:
-        return (
-            log.prompt_tokens <= item.position < log.position
-            and log.tokens[item.position] == item.token_id
-        )
+    def _require_repeated(self, log: LogState, item: AppendItem) -> None:
+        """An item that is not the next one is there already: the same token, the same end."""
+        position, end = item.position, len(log.tokens)
+        is_there = log.prompt_tokens <= position < end and log.tokens[position] == item.token_id
+        if not is_there:
+            require_allowed(log, Event.APPEND)
+            raise invalid("position", f"must be {end}, the log's next position")
+        if position == end - 1 and log.finish_reason != item.finish_reason:
+            raise invalid("finish_reason", f"position {position} was appended with another one")
 
-    def _slot_row(self, log: LogState, item: AppendItem) -> PageRow | None:
+    def _slot_row(self, log: LogState, item: AppendItem, block_tokens: int) -> PageRow | None:
         """The row whose next slot the item names; None when a granted page begins a new row."""
         if log.committed != item.position - 1:
             raise invalid(
                 "position", f"KV is committed to {log.committed}; checkpoint the rest first"
             )
-        block_tokens = self._core.limits.block_tokens
         slot = log.committed % block_tokens
         if slot == block_tokens - 1 and item.page_crc is None:
             raise invalid("page_crc32c", "is missing: the slot is its page's last")
@@ -253,7 +263,8 @@ class Writes:
             if log.granted.get(item.page) != item.page_generation:
                 raise invalid("page", "is not granted to this log's writer")
             return None
-        row = log.rows[-1]
+        row = log.rows.last
+        assert row is not None
         if row.page != item.page or row.page_generation != item.page_generation:
             raise invalid("page", f"position {item.position - 1} belongs into page {row.page}")
         return row
@@ -269,6 +280,7 @@ class Writes:
         log.writer = None
         log.phase = Phase.ENDED
         core.leases.end(log.log_id)
+        core.idle(log)
         core.drain_freed()
 
     def _touch(self, log: LogState, now_s: float) -> None:

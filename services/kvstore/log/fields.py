@@ -8,10 +8,12 @@ field.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, unique
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from baton.errors import Reason, ServiceError
 from baton.kv.blocks import Scope
@@ -29,7 +31,7 @@ PAGE_REF: Final = struct.Struct("<16sQII")
 _ENTRY_TAIL: Final = struct.Struct("<HHI")
 ENTRY_BYTES: Final = PAGE_REF.size + _ENTRY_TAIL.size
 _TOP: Final = struct.Struct("<If")
-_IDENTITY: Final = struct.Struct("<HBBIQIHHHHHHI32s16s16s8s4x")
+_IDENTITY: Final = struct.Struct("<HBBIQIHHHHHHI32s16s16s8sI")
 
 _STORED: Final = 1
 _CACHEABLE: Final = 2
@@ -94,7 +96,9 @@ class BodyReader:
 
 
 def pack_u32s(values: Sequence[int]) -> bytes:
-    """Return values as u32 little-endian."""
+    """Return values as u32 little-endian; an array of them as it stands in memory."""
+    if isinstance(values, array) and values.itemsize == U32.size and sys.byteorder == "little":
+        return values.tobytes()
     return struct.pack(f"<{len(values)}I", *values)
 
 
@@ -199,8 +203,46 @@ class PageEntry:
         return not self.slot_crcs
 
 
+class PackedEntries(Sequence[PageEntry]):
+    """Entries in their encoded form already, of a page table of any length; read they are decoded.
+
+    `data` is what `encode_entries` returns for them.
+    """
+
+    __slots__ = ("_count", "data")
+    # Compared by content, which changes: not hashable.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, count: int, data: bytes) -> None:
+        self._count = count
+        self.data = data
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> PageEntry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PageEntry, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> PageEntry | tuple[PageEntry, ...]:
+        return self._decoded()[index]
+
+    def __iter__(self) -> Iterator[PageEntry]:
+        return iter(self._decoded())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._decoded() == tuple(other)
+
+    def _decoded(self) -> tuple[PageEntry, ...]:
+        return decode_entries(BodyReader(self.data), self._count)
+
+
 def encode_entries(entries: Sequence[PageEntry]) -> bytes:
     """Return the entries (40 bytes each), then all their slot CRCs in order."""
+    if isinstance(entries, PackedEntries):
+        return entries.data
     heads = [
         entry.ref.encode() + _ENTRY_TAIL.pack(entry.tokens, len(entry.slot_crcs), 0)
         for entry in entries
@@ -297,6 +339,7 @@ class LogIdentity:
     `sampling` is `SamplingParameters.to_canonical_bytes()`. `body_hash` (32 bytes) is the request
     body's, for idempotency. `opened_wall_ms` and `ttl_s` only end the log's keeping, never give
     ownership. `is_stored`: kept after its end. `is_cacheable`: its blocks may be shared in `scope`.
+    `base_class_id` is the numeric class of the KV it began with; None: as `numeric_class_id`.
     """
 
     scope: Scope
@@ -313,6 +356,7 @@ class LogIdentity:
     is_stored: bool = True
     is_cacheable: bool = True
     ack_level: AckLevel = field(default=AckLevel.OS)
+    base_class_id: int | None = None
 
     def encode(self) -> bytes:
         """Return the fixed part (112 bytes), then texts and sampling parameters."""
@@ -336,6 +380,7 @@ class LogIdentity:
             require_size(self.label_digest, DIGEST_BYTES, "label_digest"),
             require_size(self.kv_digest, DIGEST_BYTES, "kv_digest"),
             require_size(self.tokenizer_hash, TOKENIZER_HASH_BYTES, "tokenizer_hash"),
+            self.base_class_id or 0,
         )
         return head + b"".join(texts) + self.sampling
 
@@ -371,6 +416,7 @@ class LogIdentity:
             is_stored=bool(flags & _STORED),
             is_cacheable=bool(flags & _CACHEABLE),
             ack_level=AckLevel(ack_level),
+            base_class_id=values[17] or None,
         )
 
 

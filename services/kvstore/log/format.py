@@ -30,6 +30,7 @@ from services.kvstore.log.records import (
     Take,
     Truncate,
 )
+from services.kvstore.log.session_records import Session
 from services.kvstore.log.state import Open, Snapshot
 from services.kvstore.log.store_records import Close, Flush, Place, Publish, Revoke
 
@@ -43,14 +44,14 @@ SEGMENT_BYTES: Final = 64 << 20
 PAYLOAD_BYTES_MAX: Final = 32 << 20
 SEGMENT_ID_BYTES: Final = 16
 STORE_LOG_ID: Final = bytes(LOG_ID_BYTES)
-"""The log id of records that belong to no log (FLUSH, PLACE)."""
+"""The log id of records that belong to no log (FLUSH)."""
 
-_HEADER: Final = struct.Struct("<4sBBH16sQQIIIIII")
+RECORD_HEADER: Final = struct.Struct("<4sBBH16sQQIIIIII")
 _CHAINED_BYTES: Final = 56
 _CRC_OFFSET: Final = 60
 _SEGMENT: Final = struct.Struct("<4sHH16s16sQQII")
 _SKIPPABLE: Final = 0x80
-assert _HEADER.size == HEADER_BYTES
+assert RECORD_HEADER.size == HEADER_BYTES
 assert _SEGMENT.size == SEGMENT_HEADER_BYTES
 
 
@@ -73,6 +74,7 @@ class RecordType(IntEnum):
     SNAPSHOT = 13
     FLUSH = 14
     CLOSE = 15
+    SESSION = 0x90
 
 
 Record: TypeAlias = (
@@ -91,6 +93,7 @@ Record: TypeAlias = (
     | Snapshot
     | Flush
     | Close
+    | Session
 )
 
 
@@ -123,8 +126,9 @@ _BODIES: Final[dict[RecordType, type[_Body]]] = {
     RecordType.SNAPSHOT: Snapshot,
     RecordType.FLUSH: Flush,
     RecordType.CLOSE: Close,
+    RecordType.SESSION: Session,
 }
-_KNOWN_TYPES: Final = frozenset(int(kind) for kind in RecordType)
+KNOWN_TYPES: Final = frozenset(int(kind) for kind in RecordType)
 _TYPES: Final[dict[type, RecordType]] = {body: kind for kind, body in _BODIES.items()}
 
 
@@ -213,7 +217,7 @@ def frame_payload(
     type_code = int(kind)
     assert len(payload) <= PAYLOAD_BYTES_MAX, f"payload of {len(payload)} bytes"
     assert len(address.log_id) == LOG_ID_BYTES
-    head = _HEADER.pack(
+    head = RECORD_HEADER.pack(
         RECORD_MAGIC,
         VERSION,
         type_code,
@@ -233,6 +237,30 @@ def frame_payload(
     header = chained + struct.pack("<I", mask_crc(crc32c(chained)))
     padding = bytes(record_bytes(len(payload)) - HEADER_BYTES - len(payload))
     return EncodedRecord(data=header + payload + padding, chain=chain)
+
+
+def unsealed_record(kind: RecordType, payload: bytes, address: RecordAddress) -> bytes:
+    """Return a whole record without its LSN, CRCs and chain, which `native.seal` fills in."""
+    size = len(payload)
+    assert size <= PAYLOAD_BYTES_MAX, f"payload of {size} bytes"
+    log_id = address.log_id
+    assert len(log_id) == LOG_ID_BYTES
+    head = RECORD_HEADER.pack(
+        RECORD_MAGIC,
+        VERSION,
+        kind,
+        0,
+        log_id,
+        0,
+        address.generation,
+        address.position,
+        0,
+        size,
+        0,
+        0,
+        0,
+    )
+    return head + payload + bytes(-size % ALIGNMENT_BYTES)
 
 
 def _corrupt_at(name: str, why: str, offset: int) -> ServiceError:
@@ -260,12 +288,12 @@ def decode_header(data: Buffer, offset: int = 0) -> RecordHeader:
     if mask_crc(crc32c(raw[:_CRC_OFFSET])) != int.from_bytes(raw[_CRC_OFFSET:], "little"):
         raise _corrupt_at("header_crc", "does not match the header", offset)
     _, version, type_code, flags, log_id, lsn, generation, position, reserved, *sizes, _ = (
-        _HEADER.unpack(raw)
+        RECORD_HEADER.unpack(raw)
     )
     payload_bytes, payload_crc, chain_crc = sizes
     if version != VERSION:
         raise _corrupt_at("version", f"{version} is unknown", offset)
-    is_known = type_code in _KNOWN_TYPES
+    is_known = type_code in KNOWN_TYPES
     if not is_known and not type_code & _SKIPPABLE:
         raise _corrupt_at("type", f"{type_code} is unknown and may not be skipped", offset)
     if is_known and (flags or reserved):
@@ -287,7 +315,7 @@ def decode_header(data: Buffer, offset: int = 0) -> RecordHeader:
 
 def decode_body(header: RecordHeader, payload: bytes | memoryview) -> Record | SkippedRecord:
     """Decode the body whose CRC was compared; raises LOG_CORRUPT naming the field."""
-    if header.type_code not in _KNOWN_TYPES:
+    if header.type_code not in KNOWN_TYPES:
         return SkippedRecord(type_code=header.type_code, payload=bytes(payload))
     reader = BodyReader(payload)
     record = _BODIES[RecordType(header.type_code)].decode(reader)

@@ -1,236 +1,234 @@
-"""Reading segments back: every valid record in order, torn tails cut, damage told apart.
+"""Reading a log directory at start: what counts, what is cut off, what is damaged.
 
-Owns the scan of one log directory at start. Blocking. A bad record above the highest durable LSN
-that any valid record states is a torn tail, whatever lies behind it, and is cut off the file; at or
-below it is damage, which is reported and never served (W2). Never applies a record.
+Owns the repair of a directory: a torn tail is cut off durably, a damaged segment keeps a copy
+(`.broken`), what stays is made durable. Blocking. `judge` decides, this module does. Never applies
+a record. Doing it twice changes nothing more.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import structlog
 
-from baton.errors import ServiceError
-from baton.kv.crc import ByteArray, crc32c
-from services.kvstore.log.format import (
-    ALIGNMENT_BYTES,
-    HEADER_BYTES,
-    RECORD_MAGIC,
-    SEGMENT_HEADER_BYTES,
-    ReadRecord,
-    SegmentHeader,
-    decode_body,
-    decode_header,
-    decode_segment_header,
-    first_chain,
-    read_record,
+from baton.errors import StartupError
+from baton.kv.crc import ByteArray
+from services.kvstore.log import native
+from services.kvstore.log.judge import Hole, Verdict, judge
+from services.kvstore.log.segment_scan import (
+    BROKEN_SUFFIX,
+    SegmentScan,
+    list_others,
+    list_segments,
+    read_content,
+    rescan,
+    scan_segment,
 )
-from services.kvstore.log.segments import segment_paths, sequence_of, sync_directory
-from services.kvstore.log.store_records import Flush
+from services.kvstore.log.segments import sync_directory
+
+__all__ = ["Hole", "LogScan", "SegmentScan", "read_directory", "repair", "scan_directory"]
 
 _log = structlog.stdlib.get_logger("services.kvstore.log")
 
 
-@dataclass(slots=True, kw_only=True)
-class SegmentScan:
-    """What one segment holds. `bad_offset` is where reading had to stop before the data's end."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRun:
+    """Valid records of one segment and the bytes they stand in, with what is missing before them.
 
-    path: Path
+    `rows`: an array of `native.ROW`; `log_ids` as in `native.Scanned`.
+    """
+
     sequence: int
-    header: SegmentHeader | None
-    records: list[ReadRecord] = field(default_factory=list)
-    end_offset: int = 0
-    bad_offset: int | None = None
-    bad_field: str | None = None
-    behind: list[ReadRecord] = field(default_factory=list)
+    content: ByteArray
+    scanned: native.Scanned
+    holes: tuple[Hole, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class LogScan:
-    """All segments of a directory. `damaged_from` is the LSN from which records are missing."""
+    """All segments of a directory and what they come to. `others`: files that are no segments."""
 
     segments: list[SegmentScan] = field(default_factory=list)
-    newest_lsn: int = 0
-    durable_lsn: int = 0
-    damaged_from: int | None = None
-    torn_bytes: int = 0
+    verdict: Verdict = field(default_factory=Verdict)
+    others: list[Path] = field(default_factory=list)
+
+    @property
+    def newest_lsn(self) -> int:
+        """No record has a higher LSN, nor had one that is missing."""
+        return self.verdict.newest_lsn
+
+    @property
+    def durable_lsn(self) -> int:
+        """The highest LSN that any valid FLUSH states to be on disk."""
+        return self.verdict.durable_lsn
+
+    @property
+    def holes(self) -> list[Hole]:
+        """Where records are missing that had been promised."""
+        return self.verdict.holes
+
+    @property
+    def damaged_from(self) -> int | None:
+        """The first LSN that is missing; None: nothing is."""
+        return min((hole.first_lsn for hole in self.verdict.holes), default=None)
+
+    @property
+    def torn_bytes(self) -> int:
+        """How much of torn tails is or was cut off."""
+        return self.verdict.torn_bytes
 
     @property
     def store_id(self) -> bytes | None:
-        """The id in the newest readable segment."""
-        headers = [scan.header for scan in self.segments if scan.header is not None]
-        return headers[-1].store_id if headers else None
+        """Of the store that wrote this log; None of an empty directory."""
+        return self.verdict.store_id
 
     @property
     def next_sequence(self) -> int:
         """The number of the segment that writing goes on in."""
         return max((scan.sequence for scan in self.segments), default=0) + 1
 
+    def runs(self) -> Iterator[RecordRun]:
+        """Everything that counts, one segment's bytes at a time in memory."""
+        for index, scan in enumerate(self.segments):
+            pieces = self.verdict.kept.get(index)
+            if pieces:
+                content = read_content(scan.path).data
+                for holes, piece in pieces:
+                    yield RecordRun(
+                        sequence=scan.sequence,
+                        content=content,
+                        scanned=rescan(content, piece),
+                        holes=holes,
+                    )
+
+
+def read_directory(directory: Path) -> LogScan:
+    """Reads every segment and decides; changes nothing."""
+    segments = [scan_segment(path) for path in list_segments(directory)]
+    verdict = judge(segments)
+    for index, pieces in verdict.kept.items():
+        segments[index].kept = [piece for _, piece in pieces]
+    return LogScan(segments=segments, verdict=verdict, others=list_others(directory))
+
 
 def scan_directory(directory: Path) -> LogScan:
-    """Reads every segment, oldest first, and cuts torn tails off (durably)."""
-    scan = LogScan(segments=[scan_segment(path) for path in segment_paths(directory)])
-    for segment in scan.segments:
-        for item in (*segment.records, *segment.behind):
-            if isinstance(item.record, Flush):
-                scan.durable_lsn = max(scan.durable_lsn, item.record.durable_lsn)
-    for index, segment in enumerate(scan.segments):
-        following = scan.segments[index + 1] if index + 1 < len(scan.segments) else None
-        _judge(scan, segment, following)
-    if scan.damaged_from is None and scan.newest_lsn < scan.durable_lsn:
-        scan.damaged_from = scan.newest_lsn + 1
+    """Reads every segment, oldest first, and repairs the directory.
+
+    StartupError when it cannot be listed or made durable, or a copy of a damaged segment cannot be
+    kept: going on would promise what may be lost.
+    """
+    try:
+        scan = read_directory(directory)
+        report(scan)
+        repair(directory, scan)
+    except OSError as error:
+        raise StartupError(
+            f"the log in {directory} cannot be taken over: {error}",
+            hint=f"see what is in it with `baton kv verify {directory}`, and whether its disk is "
+            "full or failing",
+        ) from error
     return scan
 
 
-def _judge(scan: LogScan, segment: SegmentScan, following: SegmentScan | None) -> None:
-    """Torn tail or damage, and the order of LSNs across segments.
+def report(scan: LogScan) -> None:
+    """Says what was found, once per thing."""
+    verdict = scan.verdict
+    for index, why in verdict.foreign.items():
+        _log.error("foreign_segment_left_alone", segment=scan.segments[index].path.name, why=why)
+    for segment in scan.segments:
+        if segment.is_unreadable and segment.problem is not None and segment.header is None:
+            _log.error("segment_unreadable", segment=segment.path.name, why=segment.problem)
+    for hole in verdict.holes:
+        _log.error(
+            "log_damaged",
+            segment=hole.segment,
+            offset=hole.offset,
+            why=hole.why,
+            first_lsn=hole.first_lsn,
+            last_lsn=hole.last_lsn,
+            log_id=None if hole.log_id is None else hole.log_id.hex(),
+            durable_lsn=verdict.durable_lsn,
+        )
 
-    A segment that was given up after a failed write is not damaged by what it lacks: the next one
-    begins again at the first LSN that was not on disk.
-    """
-    first = segment.records[0].header.lsn if segment.records else None
-    if first is not None and scan.newest_lsn and first > scan.newest_lsn + 1:
-        _damage(scan, segment, scan.newest_lsn + 1)
-    if segment.records:
-        scan.newest_lsn = max(scan.newest_lsn, segment.records[-1].header.lsn)
-    if segment.bad_offset is None:
+
+def repair(directory: Path, scan: LogScan) -> None:
+    """Copies what is damaged, cuts off what is torn, and makes durable what stays."""
+    verdict = scan.verdict
+    for index in sorted(verdict.broken):
+        # What cannot be read cannot be copied, and nothing touches it.
+        if scan.segments[index].problem is None:
+            _keep_copy(scan.segments[index])
+    has_changed = bool(verdict.broken)
+    for index, size in sorted(verdict.cut.items()):
+        _cut(scan.segments[index], size)
+        has_changed = True
+    for index, pieces in verdict.kept.items():
+        if index not in verdict.cut and index not in verdict.broken:
+            _free_room(scan.segments[index])
+        if pieces[-1][1].last_lsn > verdict.durable_lsn and index not in verdict.cut:
+            _sync(scan.segments[index].path)
+            has_changed = True
+    if has_changed:
+        sync_directory(directory)
+
+
+def _keep_copy(segment: SegmentScan) -> None:
+    """Keeps a damaged segment's bytes as they are, under a name that nothing else uses."""
+    path = segment.path
+    copy = path.with_name(path.name + BROKEN_SUFFIX)
+    if copy.exists():
         return
-    bad_lsn = scan.newest_lsn + 1
-    is_written_again = (
-        following is not None
-        and following.header is not None
-        and following.header.first_lsn <= bad_lsn
-    )
-    if bad_lsn <= scan.durable_lsn and not is_written_again:
-        _damage(scan, segment, bad_lsn)
-        # What can still be read behind it is used for logs that begin there only.
-        segment.records += segment.behind
-        if segment.behind:
-            scan.newest_lsn = max(scan.newest_lsn, segment.behind[-1].header.lsn)
+    partial = path.with_name(f"{path.name}{BROKEN_SUFFIX}.part")
+    try:
+        shutil.copyfile(path, partial)
+        _sync(partial)
+        partial.rename(copy)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        _log.error("broken_copy_failed", segment=path.name, error=str(error))
+        if not segment.unreadable:
+            raise
         return
-    scan.torn_bytes += _cut(segment)
+    _log.error("broken_segment_kept", segment=path.name, copy=copy.name)
 
 
-def _damage(scan: LogScan, segment: SegmentScan, lsn: int) -> None:
-    if scan.damaged_from is None:
-        scan.damaged_from = lsn
-    _log.error(
-        "log_damaged",
-        segment=segment.path.name,
-        offset=segment.bad_offset,
-        field=segment.bad_field,
-        from_lsn=lsn,
-        durable_lsn=scan.durable_lsn,
-    )
-
-
-def _cut(segment: SegmentScan) -> int:
-    """Truncates a torn tail, durably; the bytes cut. A segment without a header goes whole."""
-    if segment.header is None:
-        size = segment.path.stat().st_size
-        segment.path.unlink()
-        sync_directory(segment.path.parent)
+def _cut(segment: SegmentScan, size: int) -> None:
+    """Cuts a torn tail off, durably; a segment that nothing counts of goes whole."""
+    if size == 0:
+        segment.path.unlink(missing_ok=True)
         _log.warning("torn_segment_removed", segment=segment.path.name)
-        return size
+        return
     descriptor = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        size = os.fstat(descriptor).st_size
-        os.ftruncate(descriptor, segment.end_offset)
+        os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     _log.warning(
         "torn_tail_cut",
         segment=segment.path.name,
-        offset=segment.end_offset,
-        field=segment.bad_field,
+        offset=size,
+        field=segment.bads[0].field if segment.bads else None,
     )
-    return size - segment.end_offset
 
 
-def scan_segment(path: Path) -> SegmentScan:
-    """Reads one segment up to its end or its first bad record."""
-    sequence = sequence_of(path)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < SEGMENT_HEADER_BYTES:
-            return SegmentScan(
-                path=path, sequence=sequence, header=None, bad_offset=0, bad_field="segment_header"
-            )
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
-            return _scan(path, sequence, mapping)
+def _free_room(segment: SegmentScan) -> None:
+    """Gives back what a segment has preallocated: nobody goes on writing in it.
+
+    Only zeros are cut, so that the file means the same before and after, whenever that is durable.
+    """
+    has_only_zeros_behind = not segment.bads and not segment.is_unreadable
+    if has_only_zeros_behind and segment.end_offset < segment.size:
+        os.truncate(segment.path, segment.end_offset)
 
 
-def _scan(path: Path, sequence: int, mapping: mmap.mmap) -> SegmentScan:
-    content: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        try:
-            header = decode_segment_header(content)
-        except ServiceError as error:
-            return SegmentScan(
-                path=path, sequence=sequence, header=None, bad_offset=0, bad_field=error.field
-            )
-        scan = SegmentScan(
-            path=path, sequence=sequence, header=header, end_offset=SEGMENT_HEADER_BYTES
-        )
-        _read_records(scan, content, first_chain(header.segment_id))
-        return scan
+        os.fsync(descriptor)
     finally:
-        # The mapping cannot close while an array looks into it.
-        del content
-
-
-def _read_records(scan: SegmentScan, content: ByteArray, chain: int) -> None:
-    offset = scan.end_offset
-    while offset < content.size:
-        try:
-            item = read_record(content, offset, previous_chain=chain)
-        except ServiceError as error:
-            if content[offset:].any():
-                scan.bad_offset, scan.bad_field = offset, error.field
-                scan.behind = _resync(content, offset + ALIGNMENT_BYTES)
-            break
-        scan.records.append(item)
-        chain, offset = item.chain, item.end_offset
-        scan.end_offset = offset
-
-
-def _resync(content: ByteArray, offset: int) -> list[ReadRecord]:
-    """Valid records behind a bad one, found by their magic; their chain starts at the first."""
-    found: list[ReadRecord] = []
-    magic = np.frombuffer(RECORD_MAGIC, dtype=np.uint8)
-    rows = content[: content.size // ALIGNMENT_BYTES * ALIGNMENT_BYTES].reshape(-1, ALIGNMENT_BYTES)
-    starts = np.flatnonzero((rows[:, : magic.size] == magic).all(axis=1)) * ALIGNMENT_BYTES
-    for start in (int(value) for value in starts):
-        if start < offset:
-            continue
-        item = _read_alone(content, start)
-        if item is not None:
-            found.append(item)
-            offset = item.end_offset
-    return found
-
-
-def _read_alone(content: ByteArray, offset: int) -> ReadRecord | None:
-    """A record whose own CRCs hold, whatever stood before it."""
-    try:
-        header = decode_header(content, offset)
-        start, end_offset = offset + HEADER_BYTES, offset + header.record_bytes
-        payload = content[start : start + header.payload_bytes]
-        if end_offset > content.size or crc32c(payload) != header.payload_crc:
-            return None
-        record = decode_body(header, payload.data)
-    except ServiceError:
-        return None
-    return ReadRecord(
-        header=header,
-        record=record,
-        offset=offset,
-        end_offset=end_offset,
-        chain=header.chain_crc,
-    )
+        os.close(descriptor)

@@ -8,6 +8,7 @@ are not repeated here.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,12 +39,15 @@ _CHECKPOINT: Final = struct.Struct("<IIII")
 _SEAL: Final = struct.Struct("<32sIBBHfI16x")
 _TAKE: Final = struct.Struct("<QQIHHII")
 _APPEND: Final = struct.Struct("<IBBH32sfIH14x")
+# APPEND with its page reference in place.
+_PLAIN_APPEND: Final = struct.Struct("<IBBH16sQIIfIH14x")
 _TRUNCATE: Final = struct.Struct("<QII")
 _MOVED: Final = struct.Struct("<Q32sHHI")
 
 _HAS_LOGPROBS: Final = 1
 _HAS_TOKEN: Final = 2
 _HAS_PAGE_CRC: Final = 2
+_ADOPTED: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +105,39 @@ class Checkpoint:
 
     `entries` are the rows of every page the range touches, in order; a row states all committed
     slots of its page, also those before `from_position`. Header position: `to_position`.
+
+    `is_adopted`: the KV was not computed for this log, or was and is only stated again (a copied
+    page whose CRCs became known later); it is no chunk of the list that SEAL's digest covers.
     """
 
     from_position: int
     to_position: int
-    entries: tuple[PageEntry, ...]
+    entries: Sequence[PageEntry]
+    is_adopted: bool = False
 
     def encode(self) -> bytes:
         """Return the body."""
-        head = _CHECKPOINT.pack(self.from_position, self.to_position, len(self.entries), 0)
+        head = _CHECKPOINT.pack(
+            self.from_position,
+            self.to_position,
+            len(self.entries),
+            _ADOPTED if self.is_adopted else 0,
+        )
         return head + encode_entries(self.entries)
 
     @classmethod
     def decode(cls, reader: BodyReader) -> Checkpoint:
         """Read the body."""
-        first, end, count, reserved = reader.take(_CHECKPOINT, "checkpoint")
-        require_zero(reserved, "checkpoint.reserved")
+        first, end, count, flags = reader.take(_CHECKPOINT, "checkpoint")
+        require_flags(flags, _ADOPTED, "checkpoint.flags")
         if first >= end:
             raise corrupt("to_position", f"range {first} to {end} is empty")
-        return cls(from_position=first, to_position=end, entries=decode_entries(reader, count))
+        return cls(
+            from_position=first,
+            to_position=end,
+            entries=decode_entries(reader, count),
+            is_adopted=bool(flags & _ADOPTED),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +189,8 @@ class Take:
     """TAKE: a worker takes the log over; the header's generation is the new one.
 
     `worker_id` None: the log was only fenced, nobody writes it. `tail` is the fresh page into which
-    the committed slots of a partial last page were copied.
+    the committed slots of a partial last page were copied. `numeric_class_id` is the new writer's;
+    None: as before.
     """
 
     previous_generation: int
@@ -180,6 +199,7 @@ class Take:
     worker_incarnation: int
     lease_ms: int
     tail: PageEntry | None = None
+    numeric_class_id: int | None = None
 
     def encode(self) -> bytes:
         """Return the body."""
@@ -192,17 +212,16 @@ class Take:
             self.worker_slot,
             len(worker),
             len(tails),
-            0,
+            self.numeric_class_id or 0,
         )
         return head + encode_entries(tails) + worker
 
     @classmethod
     def decode(cls, reader: BodyReader) -> Take:
         """Read the body."""
-        previous, incarnation, lease_ms, slot, worker_bytes, tail_count, reserved = reader.take(
+        previous, incarnation, lease_ms, slot, worker_bytes, tail_count, class_id = reader.take(
             _TAKE, "take"
         )
-        require_zero(reserved, "take.reserved")
         tail = _decode_tail(reader, tail_count)
         return cls(
             previous_generation=previous,
@@ -211,6 +230,7 @@ class Take:
             worker_incarnation=incarnation,
             lease_ms=lease_ms,
             tail=tail,
+            numeric_class_id=class_id or None,
         )
 
 
@@ -272,6 +292,32 @@ class Append:
         )
 
 
+def plain_append(
+    token_id: int,
+    reason: EndReason | None,
+    place: tuple[bytes, int, int, int, int],
+    page_crc: int | None,
+) -> bytes:
+    """The body of an APPEND without log probabilities, as `Append.encode` makes it: the many.
+
+    `place`: arena id, page generation, page, slot CRC, slot.
+    """
+    arena_id, page_generation, page, slot_crc, slot = place
+    return _PLAIN_APPEND.pack(
+        token_id,
+        0 if reason is None else end_reason_code(reason),
+        0 if page_crc is None else _HAS_PAGE_CRC,
+        0,
+        arena_id,
+        page_generation,
+        page,
+        slot_crc,
+        0.0,
+        page_crc or 0,
+        slot,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncate:
     """TRUNCATE: tokens from the header's position on are gone; its generation is the new one."""
@@ -315,4 +361,4 @@ class Moved:
         return cls(previous_generation=previous, to_home=home, chunk_list_digest=digest)
 
 
-assert _SEAL.size == _APPEND.size == 64
+assert _SEAL.size == _APPEND.size == _PLAIN_APPEND.size == 64

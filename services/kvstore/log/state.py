@@ -44,6 +44,8 @@ _BASE_MANIFEST: Final = 2
 _BASE_ARRIVAL: Final = 3
 
 _SEALED: Final = 1
+_ENDED: Final = 2
+_FORK: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +64,20 @@ class Snapshot:
     `token_ids` are all tokens from position 0 (header position: their count). `entries` is the
     whole page table from block 0. `logprobs` are (position, value) of tokens that have them.
     `chunk_list_digest` is None before SEAL. `grants` are outstanding, `worker_id` holds the log.
+    `is_ended`: nobody appends to it any more.
     """
 
     identity: LogIdentity
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     prompt_tokens: int
     cached_tokens: int
-    entries: tuple[PageEntry, ...]
+    entries: Sequence[PageEntry]
     chunk_list_digest: bytes | None = None
     end_reason: EndReason | None = None
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
     grants: tuple[Grant, ...] = ()
     worker_id: str | None = None
+    is_ended: bool = False
 
     @property
     def is_sealed(self) -> bool:
@@ -85,7 +89,7 @@ class Snapshot:
         worker = text_bytes(self.worker_id)
         digest = self.chunk_list_digest
         head = _SNAPSHOT.pack(
-            _SEALED if self.is_sealed else 0,
+            (_SEALED if self.is_sealed else 0) | (_ENDED if self.is_ended else 0),
             end_reason_code(self.end_reason),
             0,
             self.prompt_tokens,
@@ -116,7 +120,7 @@ class Snapshot:
         values = reader.take(_SNAPSHOT, "snapshot")
         flags, end_code, reserved, prompt_tokens, cached_tokens, token_count = values[:6]
         entry_count, logprob_count, grant_count, worker_bytes, more, digest = values[6:]
-        require_flags(flags, _SEALED, "snapshot.flags")
+        require_flags(flags, _SEALED | _ENDED, "snapshot.flags")
         require_zero(reserved | more, "snapshot.reserved")
         identity = LogIdentity.decode(reader)
         worker = reader.take_optional_text(worker_bytes, "worker_id")
@@ -131,6 +135,7 @@ class Snapshot:
             logprobs=_decode_logprob_list(reader, logprob_count),
             grants=_decode_grants(reader, grant_count),
             worker_id=worker,
+            is_ended=bool(flags & _ENDED),
         )
 
 
@@ -186,12 +191,16 @@ class Open:
     """OPEN: a log begins. A FORK is an OPEN with a `Parent`.
 
     `token_ids` are the prompt's ids beyond the base (all of it without one; none for an `Arrival`,
-    whose snapshot has them and the identity).
+    whose snapshot has them and the identity). With a `Parent`, `cached_tokens` are the positions of
+    its KV, as it was then, that the log began with; of a fork also its log probabilities are the
+    parent's, and it is sealed. A cut inside a block is a copy, but for a fork's.
     """
 
     identity: LogIdentity
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     base: Base | None = None
+    is_fork: bool = False
+    cached_tokens: int = 0
 
     @property
     def base_tokens(self) -> int:
@@ -211,12 +220,13 @@ class Open:
         SNAPSHOT body).
         """
         kind, parent, base = _encode_base(self.base)
+        assert kind == _BASE_PARENT or not (self.is_fork or self.cached_tokens)
         assert kind != _BASE_ARRIVAL or not self.token_ids, "an arrival's tokens: in its snapshot"
         head = _OPEN.pack(
             kind,
+            _FORK if self.is_fork else 0,
             0,
-            0,
-            len(base),
+            self.cached_tokens if kind == _BASE_PARENT else len(base),
             len(self.token_ids),
             parent.position,
             parent.generation,
@@ -230,10 +240,11 @@ class Open:
     @classmethod
     def decode(cls, reader: BodyReader) -> Open:
         """Read the body."""
-        kind, reserved, more, base_bytes, token_count, position, generation, log_id = reader.take(
+        kind, flags, reserved, base_bytes, token_count, position, generation, log_id = reader.take(
             _OPEN, "open"
         )
-        require_zero(reserved | more, "open.reserved")
+        require_zero(reserved, "open.reserved")
+        require_flags(flags, _FORK if kind == _BASE_PARENT else 0, "open.flags")
         if kind == _BASE_ARRIVAL:
             require_zero(token_count, "open.token_count")
             from_home = reader.take_text(base_bytes, "from_home")
@@ -245,11 +256,18 @@ class Open:
         if kind == _BASE_MANIFEST:
             base = _decode_manifest(reader, base_bytes)
         else:
-            require_zero(base_bytes, "open.base_bytes")
             parent = Parent(log_id=log_id, generation=generation, position=position)
             base = _parent_of(kind, parent)
+            if base is None:
+                require_zero(base_bytes, "open.base_bytes")
+            elif base_bytes > position:
+                raise corrupt("open.cached_tokens", f"{base_bytes} of {position} tokens")
         return cls(
-            identity=identity, token_ids=reader.take_u32s(token_count, "token_ids"), base=base
+            identity=identity,
+            token_ids=reader.take_u32s(token_count, "token_ids"),
+            base=base,
+            is_fork=bool(flags & _FORK),
+            cached_tokens=base_bytes if kind == _BASE_PARENT else 0,
         )
 
 

@@ -13,18 +13,18 @@ from typing import Final
 
 from baton.kv.digests import DIGEST_BYTES, HASH_BYTES, TOKENIZER_HASH_BYTES
 from services.kvstore.log.fields import (
-    PAGE_REF,
     U16,
     BodyReader,
-    PageRef,
+    PageEntry,
     corrupt,
+    decode_entries,
+    encode_entries,
     require_size,
     require_zero,
     text_bytes,
 )
 
-_PLACE: Final = struct.Struct("<II")
-_PLACEMENT: Final = struct.Struct("<32s32sBBHI")
+_PLACE: Final = struct.Struct("<IIIBBH")
 _PUBLISH: Final = struct.Struct("<32s32s32s16s16s8sIIQQHHHH")
 _REVOKE: Final = struct.Struct("<QHHI")
 _FLUSH: Final = struct.Struct("<Q")
@@ -33,7 +33,7 @@ _CLOSE: Final = struct.Struct("<BBHI")
 
 @unique
 class Tier(IntEnum):
-    """Kind of arena."""
+    """Kind of arena. Places on devices are not recorded: they end with their worker."""
 
     HOST = 1
     NVME = 2
@@ -41,43 +41,47 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """The content of `page` also stands at `target`, a slot of a tier."""
-
-    page: PageRef
-    target: PageRef
-    tier: Tier
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """PLACE: where pages went, between tiers. The header's log id is zero."""
+    """PLACE: positions [from_position, to_position) of the header's log stand in these slots of a
+    tier, and its table there ends at `to_position`; from = to cuts it.
 
-    placements: tuple[Placement, ...]
+    `entries` are as CHECKPOINT's, but refer to slots of the tier's file. `prefix_id`: the table is
+    that of a prefix published from the log, not the log's own. Header position: `to_position`.
+    """
+
+    tier: Tier
+    from_position: int
+    to_position: int
+    entries: Sequence[PageEntry]
+    prefix_id: str | None = None
 
     def encode(self) -> bytes:
         """Return the body."""
-        rows = [
-            _PLACEMENT.pack(item.page.encode(), item.target.encode(), int(item.tier), 0, 0, 0)
-            for item in self.placements
-        ]
-        return _PLACE.pack(len(rows), 0) + b"".join(rows)
+        prefix = text_bytes(self.prefix_id)
+        head = _PLACE.pack(
+            self.from_position,
+            self.to_position,
+            len(self.entries),
+            int(self.tier),
+            0,
+            len(prefix),
+        )
+        return head + prefix + encode_entries(self.entries)
 
     @classmethod
     def decode(cls, reader: BodyReader) -> Place:
         """Read the body."""
-        count, reserved = reader.take(_PLACE, "place")
+        first, end, count, tier, reserved, prefix_bytes = reader.take(_PLACE, "place")
         require_zero(reserved, "place.reserved")
-        data = reader.take_bytes(count * _PLACEMENT.size, "placements")
-        placements = []
-        for page, target, code, *rest in _PLACEMENT.iter_unpack(data):
-            require_zero(sum(rest), "placements.reserved")
-            placements.append(
-                Placement(
-                    page=PageRef.decode(page), target=PageRef.decode(target), tier=_tier_of(code)
-                )
-            )
-        return cls(placements=tuple(placements))
+        if first > end:
+            raise corrupt("to_position", f"range {first} to {end} ends before it begins")
+        return cls(
+            tier=_tier_of(tier),
+            from_position=first,
+            to_position=end,
+            prefix_id=reader.take_optional_text(prefix_bytes, "prefix_id"),
+            entries=decode_entries(reader, count),
+        )
 
 
 def _tier_of(code: int) -> Tier:
@@ -239,6 +243,3 @@ class Close:
             return cls(reason=CloseReason(code))
         except ValueError as error:
             raise corrupt("reason", f"code {code} is unknown") from error
-
-
-assert _PLACEMENT.size == 2 * PAGE_REF.size + 8
