@@ -1,18 +1,21 @@
 """Being attached to the node's kvstore: waiting for it at start, finding it again after a restart.
 
-Owns the waits and the order of a re-attach: every holder stops and lets go, then the new arena is
-mapped, then the engine computes over it. A kvstore that restarted has another arena; what was in
-the old one is recomputed from tokens by whoever takes the logs.
+Owns the waits and the order of a re-attach: every holder stops writing, and parks its log or lets
+go; the worker attaches again, naming what was parked; the arena of now is mapped and the engine
+computes over it; then the parked logs come back under their new generations. Whether it is the
+arena of before shows in their replay: KV that is not there is recomputed from tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import structlog
 
 from baton.arena.client import ArenaClient, AttachedArena, KVStoreClient, WorkerIdentity
+from baton.arena.replay import HeldLog
 from baton.clock import WaitingClock
 from baton.errors import Reason, ServiceError
 from baton.worker.engine import WorkerParts
@@ -38,8 +41,11 @@ class Waiting:
         self._said_s: float | None = None
 
     async def pause(self, error: ServiceError) -> None:
-        """Wait a moment if `error` may pass by itself and nobody stops us, else raise it."""
-        if error.reason not in _PASSING:
+        """Wait a moment if `error` may pass by itself and nobody stops us, else raise it.
+
+        A refused ticket passes: the kvstore restarted between its two answers.
+        """
+        if error.reason not in _PASSING and error.field != "ticket":
             raise error
         now_s = self._clock.monotonic_s()
         if self._said_s is None or now_s - self._said_s >= SAYS_AGAIN_S:
@@ -50,12 +56,15 @@ class Waiting:
 
 
 async def attach_when_there(
-    store: KVStoreClient, identity: WorkerIdentity, waiting: Waiting
+    store: KVStoreClient,
+    identity: WorkerIdentity,
+    waiting: Waiting,
+    held: Callable[[], Sequence[HeldLog]] = tuple,
 ) -> AttachedArena:
-    """Attach as soon as the kvstore answers; raises its refusal."""
+    """Attach as soon as the kvstore answers, naming what is held then; raises its refusal."""
     while True:
         try:
-            attached = await ArenaClient.attach(store, identity)
+            attached = await ArenaClient.attach(store, identity, held())
         except ServiceError as error:
             await waiting.pause(error)
             continue
@@ -65,6 +74,7 @@ async def attach_when_there(
             worker_slot=attached.worker_slot,
             pages=attached.arena.shape.page_count,
             lease_s=attached.lease_s,
+            logs_kept=len(attached.held),
         )
         return attached
 
@@ -78,6 +88,8 @@ class Attachment:
         self._clock = clock
         self._is_attached = True
         self._heard_s: float | None = clock.monotonic_s()
+        self.exclusive = asyncio.Lock()
+        """Held by whoever renews leases or attaches again: parked logs are in no renewal."""
 
     @property
     def is_usable(self) -> bool:
@@ -94,31 +106,46 @@ class Attachment:
             self._heard_s = None
 
     async def restore(self, stopping: asyncio.Event) -> None:
-        """Stop everything, attach again, map the arena of now.
+        """The kvstore does not know us: stop everything, attach again, map the arena of now.
 
         Raises ServiceError when the kvstore refuses this worker for good, or when something still
-        writes: the process must end then, because its mapping may not go.
+        writes: the process must end then, because its mapping may not go. `exclusive` is held.
         """
-        self._is_attached = False
         _log.warning("kvstore_forgot_us", held=len(self._parts.held))
-        self._parts.held.lose_all(
-            ServiceError(
-                Reason.WORKER_LOST,
-                "the kvstore of this node restarted; take the log again",
-                retry_after_s=1.0,
-            )
-        )
-        if not await self._parts.held.wait_none_left(LET_GO_TIMEOUT_S):
+        await self._restore(stopping, None)
+
+    async def renew(self, stopping: asyncio.Event, change: Callable[[], Awaitable[None]]) -> None:
+        """Stop everything, `change` what this worker is, attach again as that. Raises as `restore`
+        does, and what `change` raises: nothing steps or writes then, and this worker is not ready.
+        """
+        async with self.exclusive:
+            await self._restore(stopping, change)
+
+    async def _restore(
+        self, stopping: asyncio.Event, change: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        self._is_attached = False
+        held = self._parts.held
+        held.lose_store()
+        if not await held.wait_none_writing(LET_GO_TIMEOUT_S):
             raise ServiceError(
                 Reason.WORKER_LOST, "sequences did not stop after the kvstore was lost"
             )
+        if change is not None:
+            await change()
         waiting = Waiting(self._kvstore, self._clock, stopping)
         try:
-            attached = await attach_when_there(self._parts.store, self._parts.identity, waiting)
+            attached = await attach_when_there(
+                self._parts.store, self._parts.identity, waiting, held.parked
+            )
         except ServiceError:
             if stopping.is_set():
                 return
             raise
         await self._parts.compute.run(lambda: self._parts.engine.remap(attached.arena))
+        for stop_reading in self._parts.before_unmap:
+            await stop_reading()
         self._parts.arena.adopt(attached.arena)
+        held.return_kept(attached.held)
         self._is_attached = True
+        self.heard()

@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum, unique
 from pathlib import Path
+from typing import Final
 
 from baton.config import setting
 from baton.log import LEVELS
+
+STORE_PATIENCE_S: Final = 4.0
+"""Less than the gateways' own patience: a client hears of a store that stays away within 5 s."""
 
 
 @unique
@@ -19,6 +23,14 @@ class Dtype(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+
+
+@unique
+class KvType(StrEnum):
+    """What KV is stored in: as it is computed, or in a byte an element."""
+
+    COMPUTED = "computed"
+    INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +44,28 @@ class WorkerConfig:
         "host:port of every gateway to send heartbeats to", default=()
     )
     dtype: Dtype = setting("type of computation and KV", default=Dtype.BFLOAT16)
+    kv_dtype: KvType = setting(
+        "type KV is stored in: as computed, or int8, which halves it and makes every answer "
+        "approximate; the kvstore's --dtype has to say so, too",
+        default=KvType.COMPUTED,
+    )
     threads: int = setting("compute threads", default=1, minimum=1, maximum=1024)
     context_max: int | None = setting(
-        "most tokens of a sequence; none: the model's own limit", default=None, minimum=16
+        "most tokens of a sequence; none: the model's own limit", default=None, minimum=32
     )
     worker_capability: str | None = setting(
         "worker capability from the cluster's key; none: the development key's",
         default=None,
         is_secret=True,
+    )
+    kvstore_patience_s: float = setting(
+        "seconds that work waits for a kvstore that died and may come back",
+        default=STORE_PATIENCE_S,
+        minimum=0.1,
+        maximum=600.0,
+    )
+    golden_interval_s: float = setting(
+        "seconds between golden checks of the live weights", default=300.0, minimum=0.05
     )
     host: str = setting("address to listen on", default="127.0.0.1")
     port: int = setting("gRPC port; 0 takes any free one", default=0, minimum=0, maximum=65535)

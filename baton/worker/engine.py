@@ -6,8 +6,8 @@ leave an engine as tensors and are turned into arrays by `Engine`'s adapter in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -16,18 +16,24 @@ from numpy.typing import NDArray
 from baton.arena.client import KVStoreClient, WorkerIdentity
 from baton.arena.mapping import MappedArena
 from baton.engine.finish import EndRule
+from baton.engine.golden_check import GoldenCheck
+from baton.engine.prompt_chunk import PromptChunk
 from baton.kv.label import PairLabel
 from baton.kv.layout import KvDtype, KvGeometry
+from baton.kv.numeric import NumericClass
 from baton.text.stream import TokenBytes
+from baton.worker.config import STORE_PATIENCE_S
 from baton.worker.held_logs import HeldLogs
 from baton.worker.threads import Progress, WorkThread
+from baton.worker.unvouched import Unvouched
 
 EXACT: Final = "exact"
 EQUIVALENT: Final = "equivalent"
+APPROXIMATE: Final = "approximate"
 
 
-class Engine(Protocol):
-    """A forward pass over the arena's pages. Called from one thread at a time."""
+class PromptEngine(Protocol):
+    """What computes prompts. Called from one thread at a time."""
 
     def prefill_kv(
         self,
@@ -49,6 +55,33 @@ class Engine(Protocol):
         """As `prefill_kv`, and the logits after the chunk's last token, f32 [vocabulary]."""
         ...
 
+
+class Engine(PromptEngine, Protocol):
+    """A forward pass over the arena's pages. Steps and all else are called from one thread at a
+    time; prompts may be from another beside it.
+    """
+
+    @property
+    def steps_by(self) -> str:
+        """What computes decode steps: `native` or `torch`."""
+        ...
+
+    @property
+    def checks(self) -> tuple[GoldenCheck, ...]:
+        """The golden checks of everything it computes with, the torch forward last."""
+        ...
+
+    def fall_back(self) -> NumericClass:
+        """Compute steps by the torch forward from now on; the class that they are of then."""
+        ...
+
+    def prefill_batch(self, chunks: Sequence[PromptChunk]) -> list[NDArray[np.float32] | None]:
+        """Chunks of different prompts in one pass; for each its logits, where it wants them.
+
+        ServiceError before anything is computed; ComputeCancelled once every chunk is cancelled.
+        """
+        ...
+
     def remap(self, arena: MappedArena) -> None:
         """Compute over another arena's pages from now on; the old one is not referred to."""
         ...
@@ -64,10 +97,22 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeLane:
+    """What computes prompts and the one thread that calls it."""
+
+    thread: WorkThread
+    engine: PromptEngine
+
+
+@dataclass(slots=True, kw_only=True)
 class WorkerParts:
     """Everything a worker's service code uses. Made once, at start-up.
 
     `compute` runs the engine, `packing` checksums pages. `context_max` bounds a sequence's tokens.
+    `prefill_rate`: prompt tokens a second, measured at the start; 0 where nobody measured.
+    `store_patience_s`: how long work waits for a kvstore that died before its clients are told.
+    Only a failed golden check changes something here: the identity's numeric class, and
+    `is_degraded`.
     """
 
     identity: WorkerIdentity
@@ -84,6 +129,14 @@ class WorkerParts:
     packing: WorkThread
     progress: Progress
     held: HeldLogs
+    prefill_rate: float = 0.0
+    store_patience_s: float = STORE_PATIENCE_S
+    unvouched: Unvouched = field(default_factory=Unvouched)
+    is_degraded: bool = False
+    # Threads that compute beside `compute`: one of them busy is no idle worker.
+    beside: list[WorkThread] = field(default_factory=list)
+    # Called before the arena's mapping goes: whoever reads it has stopped when they return.
+    before_unmap: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     @property
     def worker_id(self) -> str:
@@ -109,7 +162,9 @@ class WorkerParts:
         """The exactness class of answers that start from KV of `base_numeric_class` (None: ours).
 
         Float32 throughout gives the tokens of a fresh computation; everything else the same up to
-        rounding.
+        rounding. Int8 KV is neither.
         """
+        if self.geometry.dtype.has_scales:
+            return APPROXIMATE
         is_own = base_numeric_class in (None, self.label.numeric_class.text)
         return EXACT if self.geometry.dtype is KvDtype.F32 and is_own else EQUIVALENT

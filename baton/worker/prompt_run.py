@@ -1,8 +1,8 @@
 """Running a prompt: the missing KV of one log in chunks, each committed while the next computes.
 
 Owns the order of compute, packing, commit and seal for one log; used by the prefill service and for
-local prefill in decode. Never chooses which prompt goes next: a `ChunkTurns` says when a chunk may
-compute. Never fences: a run that fails or is cancelled just stops writing.
+local prefill in decode. Never chooses which prompt goes next: a `ChunkComputer` computes a chunk
+when it may. Never fences: a run that fails or is cancelled just stops writing.
 
 Invariant: when `compute` has returned or raised, no thread writes this log's pages any more.
 """
@@ -12,42 +12,28 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from baton.arena.checksums import chunk_pages, commit_rows
 from baton.arena.page_table import PageTable
 from baton.arena.replay import HeldLog, LogView, PageRow
+from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.transformer import ComputeCancelled
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
 from baton.kv.digests import ChunkPage, chunk_list_digest
 from baton.stages import FIRST_TOKEN_SAMPLE, KV_PACK, PREFILL_COMPUTE, REQUEST_QUEUE_WAIT, SEAL
 from baton.tracing import current_trace, record_span, span
+from baton.worker.chunk_compute import ChunkComputer, ChunkTurns, ChunkWork, Logits, OneByOne
 from baton.worker.chunker import Chunk, plan_chunks
-from baton.worker.engine import WorkerParts
+from baton.worker.engine import ComputeLane, WorkerParts
 from baton.worker.failures import first_failure
 from baton.worker.output import OutputState, OutputToken
 
-Logits = NDArray[np.float32]
 OnCommit = Callable[[Chunk], Awaitable[None]]
-Result = TypeVar("Result")
-
 
 _CANCELLED = ServiceError(Reason.CANCELLED, "the request was cancelled while its prompt ran")
-
-
-class ChunkTurns(Protocol):
-    """Says when a prompt may compute its next chunk."""
-
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        """The right to compute one chunk, for the block."""
-        ...
 
 
 @dataclass(slots=True)
@@ -77,12 +63,15 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms:
-    """How a run acts: its names, its chunk size, whom it tells of a committed chunk."""
+    """How a run acts: its names, its chunk size, whom it tells of a committed chunk, and by what it
+    computes where it is given turns (`lane` None: the worker's own engine and thread).
+    """
 
     request_id: str
     capability: str
     chunk_tokens: int
     on_commit: OnCommit
+    lane: ComputeLane | None = None
 
 
 class PromptRun:
@@ -95,6 +84,7 @@ class PromptRun:
         self._view = view
         self._terms = terms
         self._end = view.head.prompt_tokens if end is None else end
+        self._lane = terms.lane or ComputeLane(thread=parts.compute, engine=parts.engine)
         self._stop = threading.Event()
         self._stopped_by = _CANCELLED
         self._chunks: list[tuple[ChunkPage, ...]] = []
@@ -113,19 +103,20 @@ class PromptRun:
             self._stopped_by = because or _CANCELLED
             self._stop.set()
 
-    async def compute_kv(self, turns: ChunkTurns) -> None:
+    async def compute_kv(self, turns: ChunkTurns | ChunkComputer) -> None:
         """Compute and commit everything that is missing, without logits."""
-        await self._compute(turns, wants_logits=False)
+        await self._compute(self._computer(turns), wants_logits=False)
 
-    async def compute(self, turns: ChunkTurns) -> Logits:
+    async def compute(self, turns: ChunkTurns | ChunkComputer) -> Logits:
         """Compute and commit everything that is missing; the logits after the last position.
 
         Raises ServiceError: CANCELLED after `stop`, PAGES_EXHAUSTED, or what the store refused.
         """
-        logits = await self._compute(turns, wants_logits=True)
+        computer = self._computer(turns)
+        logits = await self._compute(computer, wants_logits=True)
         if logits is None:
-            async with self._turn(turns):
-                logits = await self._run_job(self._recompute_last)
+            logits = await self._chunk_computed(computer, self._last_again())
+        assert logits is not None
         return logits
 
     async def choose(self, state: OutputState, logits: Logits) -> OutputToken:
@@ -151,17 +142,10 @@ class PromptRun:
         self.times.seal_s += time.monotonic() - started_s
         return position
 
-    @asynccontextmanager
-    async def _turn(self, turns: ChunkTurns) -> AsyncIterator[None]:
-        """A turn, and how long it was waited for."""
-        asked_s = time.monotonic()
-        async with turns.turn():
-            got_s = time.monotonic()
-            self.times.queue_s += got_s - asked_s
-            record_span(REQUEST_QUEUE_WAIT, current_trace(), (asked_s, got_s))
-            yield
+    def _computer(self, turns: ChunkTurns | ChunkComputer) -> ChunkComputer:
+        return turns if isinstance(turns, ChunkComputer) else OneByOne(self._lane, turns)
 
-    async def _compute(self, turns: ChunkTurns, *, wants_logits: bool) -> Logits | None:
+    async def _compute(self, computer: ChunkComputer, *, wants_logits: bool) -> Logits | None:
         await self._require_pages()
         first = self._view.head.committed_position
         block_tokens = self._parts.geometry.block_tokens
@@ -170,10 +154,8 @@ class PromptRun:
             async with asyncio.TaskGroup() as group:
                 committing: asyncio.Task[None] | None = None
                 for chunk in plan_chunks(first, self._end, self._terms.chunk_tokens, block_tokens):
-                    has_logits = wants_logits and chunk.is_last
-                    async with self._turn(turns):
-                        with span(PREFILL_COMPUTE, first=chunk.first, tokens=chunk.tokens):
-                            logits = await self._run_job(self._job(chunk, has_logits=has_logits))
+                    work = self._work(chunk, wants_logits=wants_logits and chunk.is_last)
+                    logits = await self._chunk_computed(computer, work)
                     await faults.reach("prefill.after_compute")
                     await self._committed(committing)
                     committing = group.create_task(self._commit(chunk))
@@ -202,31 +184,71 @@ class PromptRun:
             self.table.grant(pages)
         self.table.require(self._end)
 
-    def _job(self, chunk: Chunk, *, has_logits: bool) -> Callable[[], Logits | None]:
-        tokens = self._view.token_ids[chunk.first : chunk.end]
-        pages = self.table.pages(chunk.end)
-        engine = self._parts.engine
+    def _work(self, chunk: Chunk, *, wants_logits: bool) -> ChunkWork:
+        unvouched, log_id = self._parts.unvouched, self.log.log_id
+        return ChunkWork(
+            chunk=PromptChunk(
+                tokens=self._view.token_ids[chunk.first : chunk.end],
+                first_position=chunk.first,
+                page_table=self.table.pages(chunk.end),
+                wants_logits=wants_logits,
+                should_cancel=self._should_stop,
+            ),
+            begin=lambda: unvouched.note(log_id, chunk.first),
+            stop=self._stop.set,
+        )
 
-        def job() -> Logits | None:
-            if has_logits:
-                return engine.prefill_chunk(tokens, chunk.first, pages, self._should_stop)
-            engine.prefill_kv(tokens, chunk.first, pages, self._should_stop)
-            return None
+    def _last_again(self) -> ChunkWork:
+        """The last token of a prompt whose KV is complete already: an earlier writer died before
+        its seal.
 
-        return job
+        A committed slot is never written twice, so the last token is computed in a spare page that
+        holds a copy of its page.
+        """
+        last = self._end - 1
+        spare = self.table.spare_page()
+        pages = self.table.pages(self._end)
+        arena = self._parts.arena
 
-    async def _run_job(self, job: Callable[[], Result]) -> Result:
-        started_s = time.monotonic()
+        def begin() -> None:
+            arena.page(spare)[:] = arena.page(pages[-1])
+
+        return ChunkWork(
+            chunk=PromptChunk(
+                tokens=self._view.token_ids[last : self._end],
+                first_position=last,
+                page_table=[*pages[:-1], spare],
+                wants_logits=True,
+                should_cancel=self._should_stop,
+            ),
+            begin=begin,
+            stop=self._stop.set,
+        )
+
+    async def _chunk_computed(self, computer: ChunkComputer, work: ChunkWork) -> Logits | None:
+        if self._stop.is_set():
+            raise self._stopped_by
         try:
-            result = await self._parts.compute.run(job, on_cancel=self._stop.set)
+            computed = await computer.compute(work)
         except ComputeCancelled:
             raise self._stopped_by from None
         finally:
-            self.times.compute_s += time.monotonic() - started_s
             self._parts.progress.worked()
+        began_s, ended_s = computed.began_s, computed.ended_s
+        self.times.queue_s += began_s - computed.asked_s
+        self.times.compute_s += ended_s - began_s
+        trace, chunk = current_trace(), work.chunk
+        record_span(REQUEST_QUEUE_WAIT, trace, (computed.asked_s, began_s))
+        record_span(
+            PREFILL_COMPUTE,
+            trace,
+            (began_s, ended_s),
+            first=chunk.first_position,
+            tokens=len(chunk.tokens),
+        )
         if self._stop.is_set():
             raise self._stopped_by
-        return result
+        return computed.logits
 
     def _should_stop(self) -> bool:
         self._parts.progress.worked()
@@ -250,18 +272,3 @@ class PromptRun:
         faults.reach_blocking("prefill.mid_upload")
         faults.damage("prefill.mid_upload", self._parts.arena.page(rows[-1].page))
         return rows
-
-    def _recompute_last(self) -> Logits:
-        """Logits of a prompt whose KV is complete already: an earlier writer died before its seal.
-
-        A committed slot is never written twice, so the last token is computed in a spare page that
-        holds a copy of its page.
-        """
-        last = self._end - 1
-        spare = self.table.spare_page()
-        pages = self.table.pages(self._end)
-        self._parts.arena.page(spare)[:] = self._parts.arena.page(pages[-1])
-        tokens = self._view.token_ids[last : self._end]
-        return self._parts.engine.prefill_chunk(
-            tokens, last, [*pages[:-1], spare], self._should_stop
-        )

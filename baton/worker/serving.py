@@ -28,8 +28,9 @@ from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server
 from baton.worker.attachment import Attachment
-from baton.worker.config import WorkerConfig
+from baton.worker.config import KvType, WorkerConfig
 from baton.worker.engine import WorkerParts
+from baton.worker.golden_watch import GoldenMeasures, GoldenWatch, WatchTools
 from baton.worker.held_logs import RENEWAL_INTERVAL_MAX_S, RENEWALS_PER_LEASE, renew_once
 from baton.worker.kernel_choice import KernelWish
 from baton.worker.startup import WorkerOptions, capability_or_dev, software_version, start_worker
@@ -118,6 +119,8 @@ async def open_shell(
         capability=capability,
         context_max=config.context_max,
         kernel=kernel or KernelWish(),
+        store_patience_s=config.kvstore_patience_s,
+        has_int8_kv=config.kv_dtype is KvType.INT8,
     )
     parts = await start_worker(options, pool.get(config.kvstore), service.clock)
     return WorkerShell(
@@ -178,6 +181,16 @@ async def serve_worker(
     attachment = Attachment(parts, config.kvstore, service.clock)
     leases = _leases(shell, counts, attachment)
     await service.start("leases", Background(service, "leases", leases))
+    if parts.engine.checks:
+        tools = WatchTools(
+            parts=parts,
+            attachment=attachment,
+            kvstore=config.kvstore,
+            clock=service.clock,
+            measures=GoldenMeasures(shell.metrics, parts),
+            interval_s=config.golden_interval_s,
+        )
+        await service.start("golden", Background(service, "golden", GoldenWatch(tools).run))
     record = Record(
         worker_id=parts.worker_id,
         role=shell.role,
@@ -198,6 +211,8 @@ async def serve_worker(
         is_leaving = service.stopping.is_set() or is_draining()
         return replace(
             record,
+            label=parts.label,
+            is_degraded=parts.is_degraded,
             is_draining=is_leaving,
             is_ready=service.is_ready and attachment.is_usable and not is_leaving,
             progress=parts.progress.value,
@@ -231,10 +246,12 @@ def _leases(
 
     async def tick(stopping: asyncio.Event) -> None:
         _idle(parts)
-        try:
-            await renew_once(parts.held, parts.store, parts.identity.incarnation, parts.progress)
-        except ServiceError:
-            await attachment.restore(stopping)
+        async with attachment.exclusive:
+            try:
+                incarnation = parts.identity.incarnation
+                await renew_once(parts.held, parts.store, incarnation, parts.progress)
+            except ServiceError:
+                await attachment.restore(stopping)
         try:
             counts.pages_free = (await parts.store.describe_arena()).pages_free
             attachment.heard()
@@ -256,5 +273,5 @@ def _leases(
 
 def _idle(parts: WorkerParts) -> None:
     """An idle loop makes progress by coming round; a busy one only by its work."""
-    if parts.compute.running == 0:
+    if not any(thread.running for thread in (parts.compute, *parts.beside)):
         parts.progress.idled()

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from baton.arena.client import KVStoreClient, WorkerIdentity
+from baton.arena.mapping import ArenaShape
 from baton.capability import DEV_KEY, CapabilitySigner, Claims, Right
 from baton.clock import Clock, WaitingClock
 from baton.engine import golden_check
 from baton.engine.config import ModelConfig, read_config
 from baton.engine.finish import EndRule
+from baton.engine.golden_check import GoldenCheck, GoldenReference, TorchPath
 from baton.engine.kv_pages import KvPages
 from baton.engine.label import build_label, torch_numeric_class, weight_hashes
 from baton.engine.step_kernel import StepKernel
@@ -28,19 +30,23 @@ from baton.engine.transformer import Transformer, set_threads
 from baton.engine.weights import ComputeDtype, ModelWeights, load_weights
 from baton.errors import Reason, ServiceError, StartupError
 from baton.ids import new_incarnation
-from baton.kv.layout import KvGeometry
+from baton.kv.layout import KvDtype, KvGeometry
 from baton.models import resolve
 from baton.rpc.channel import Channel
 from baton.text.bundle import TextBundle
 from baton.worker.attachment import Waiting, attach_when_there
+from baton.worker.config import STORE_PATIENCE_S
 from baton.worker.engine import WorkerParts
 from baton.worker.held_logs import HeldLogs
 from baton.worker.kernel_choice import KernelWish
-from baton.worker.kernel_engine import KernelEngine, open_kernel
+from baton.worker.kernel_engine import KernelEngine, OpenedKernel, open_kernel
+from baton.worker.memory import state_memory
+from baton.worker.self_test import measured_prefill_rate
 from baton.worker.threads import Progress, WorkThread
 from baton.worker.torch_engine import TorchEngine
 
 DISTRIBUTION: Final = "baton-serving"
+TAKEN_PAGES: Final = 2
 DEV_CAPABILITY_TTL_S: Final = 10 * 365 * 86_400.0
 
 _log = structlog.stdlib.get_logger("baton.worker")
@@ -48,7 +54,10 @@ _log = structlog.stdlib.get_logger("baton.worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What a worker's configuration says of it. `context_max` None: the model's own."""
+    """What a worker's configuration says of it. `context_max` None: the model's own.
+
+    `has_int8_kv`: KV is stored in int8, elsewhere in the type of computation.
+    """
 
     worker_id: str
     model: str
@@ -58,6 +67,8 @@ class WorkerOptions:
     capability: str
     context_max: int | None = None
     kernel: KernelWish = field(default_factory=KernelWish)
+    store_patience_s: float = STORE_PATIENCE_S
+    has_int8_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +114,15 @@ async def start_worker(
     model, golden check failed.
     """
     compute, packing = WorkThread(f"{options.worker_id}-compute"), WorkThread("packing")
-    store = KVStoreClient(channel, options.worker_id)
+    store = KVStoreClient(channel, options.worker_id, options.capability)
     try:
         model = await compute.run(lambda: _load(options))
         waiting = Waiting(options.kvstore, clock, asyncio.Event())
-        geometry = _geometry(model, await _block_tokens(store, waiting))
-        kernel = await compute.run(lambda: _kernel(options, model, geometry))
-        identity = _identity(options, model, geometry, kernel)
+        geometry = _geometry(options, model, await _block_tokens(store, waiting))
+        reference = _reference(model)
+        opened = await compute.run(lambda: _kernel(options, model, geometry, reference))
+        checked = opened.checked
+        identity = _identity(options, model, geometry, None if checked is None else checked.kernel)
         attached = await attach_when_there(store, identity, waiting)
     except ServiceError as error:
         raise StartupError(
@@ -119,15 +132,23 @@ async def start_worker(
         attached.arena.slots, identity.geometry, attached.arena.shape.page_count
     )
     transformer = Transformer(model.weights, pages)
-    await compute.run(lambda: _check_golden(transformer, model))
+    check = await compute.run(lambda: _check_golden(transformer, reference))
+    rate = await compute.run(lambda: measured_prefill_rate(transformer))
+    _log.info("prefill_rate_measured", tokens_per_s=round(rate, 1))
+    engine = (
+        TorchEngine(transformer, check)
+        if checked is None
+        else KernelEngine(transformer, checked, check)
+    )
+    state_memory(model.weights, checked, attached.arena)
     rule = EndRule(
         end_token_ids=frozenset(model.config.end_token_ids) | frozenset(model.bundle.eos_ids),
-        max_context=transformer.max_context,
+        max_context=min(transformer.max_context, arena_tokens(attached.arena.shape)),
     )
     return WorkerParts(
         identity=identity,
         model=model.name,
-        engine=TorchEngine(transformer) if kernel is None else KernelEngine(transformer, kernel),
+        engine=engine,
         tokenizer=model.bundle.tokenizer,
         rule=rule,
         vocabulary=model.config.vocabulary,
@@ -139,24 +160,52 @@ async def start_worker(
         packing=packing,
         progress=Progress(),
         held=HeldLogs(),
+        prefill_rate=rate,
+        store_patience_s=options.store_patience_s,
+        is_degraded=opened.has_failed,
     )
 
 
-def _geometry(model: _Model, block_tokens: int) -> KvGeometry:
-    return model.config.kv_geometry(block_tokens, model.weights.dtype.kv_dtype)
+def arena_tokens(shape: ArenaShape) -> int:
+    """The most tokens of a sequence that has the whole arena to itself: what can never fit is
+    refused before anybody waits for it. A page more is needed when the log is taken, whose partial
+    page is copied, and one for the first output.
+    """
+    return max(1, shape.page_count - TAKEN_PAGES) * shape.geometry.block_tokens
 
 
-def _kernel(options: WorkerOptions, model: _Model, geometry: KvGeometry) -> StepKernel | None:
+def _geometry(options: WorkerOptions, model: _Model, block_tokens: int) -> KvGeometry:
+    kv = KvDtype.INT8 if options.has_int8_kv else model.weights.dtype.kv_dtype
+    return model.config.kv_geometry(block_tokens, kv)
+
+
+def _reference(model: _Model) -> GoldenReference:
+    """The shipped reference; where there is none, tokens by which a later change can be seen."""
+    shipped = golden_check.find_reference(model.weight_hashes)
+    if shipped is None:
+        _log.warning(
+            "golden_reference_missing",
+            model=model.name,
+            cause="none is shipped for this model; checks compare with the start's own results",
+        )
+        return golden_check.own_reference(model.weight_hashes, model.config.vocabulary)
+    return shipped
+
+
+def _kernel(
+    options: WorkerOptions, model: _Model, geometry: KvGeometry, reference: GoldenReference
+) -> OpenedKernel:
     """The step kernel this worker decodes with, if it wants one; in the compute thread."""
-    return open_kernel(
-        model.path, geometry, model.weight_hashes, options.kernel, options.context_max
-    )
+    is_float32 = model.weights.dtype is ComputeDtype.FLOAT32
+    wish = replace(options.kernel, is_float32=is_float32)
+    return open_kernel(model.path, geometry, reference, wish, options.context_max)
 
 
 def _identity(
     options: WorkerOptions, model: _Model, geometry: KvGeometry, kernel: StepKernel | None
 ) -> WorkerIdentity:
-    torch_class = torch_numeric_class(model.config, geometry.dtype)
+    own = model.weights.dtype.kv_dtype
+    torch_class = torch_numeric_class(model.config, geometry.dtype, own)
     label = build_label(
         model.path,
         model.config,
@@ -201,12 +250,10 @@ async def _block_tokens(store: KVStoreClient, waiting: Waiting) -> int:
             await waiting.pause(error)
 
 
-def _check_golden(transformer: Transformer, model: _Model) -> None:
-    reference = golden_check.find_reference(model.weight_hashes)
-    if reference is None:
-        _log.warning("golden_check_skipped", model=model.name, cause="no reference for this model")
-        return
-    result = golden_check.run(transformer, reference)
+def _check_golden(transformer: Transformer, reference: GoldenReference) -> GoldenCheck:
+    """The torch path's check, passed once."""
+    check = GoldenCheck(TorchPath(transformer, reference), reference)
+    result = check.run()
     if not result.is_passed:
         raise StartupError(
             f"the golden check failed: relative L2 {result.relative_l2:.2e} is over "
@@ -214,6 +261,7 @@ def _check_golden(transformer: Transformer, model: _Model) -> None:
             hint="the model file or the engine is damaged; run `baton models pull` again",
         )
     _log.info("golden_check_passed", relative_l2=result.relative_l2, bound=result.bound)
+    return check
 
 
 def _hint(error: ServiceError) -> str | None:

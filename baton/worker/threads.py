@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -67,19 +68,22 @@ async def _settled(future: asyncio.Future[Result]) -> None:
 class Progress:
     """Grows with every unit of real work and with every idle turn; a stuck worker stops it.
 
-    `worked` may be called from one compute thread, `idled` from the loop: two counters, so that no
-    increment is lost without a lock.
+    `worked` may be called from any thread that computes, `idled` from the loop. Taking the next
+    number of a count is one step of the interpreter, so that none is lost without a lock; what is
+    shown may be a moment old, never less than what was shown before.
     """
 
-    __slots__ = ("_idled", "_worked")
+    __slots__ = ("_count", "_idled", "_shown", "_worked")
 
     def __init__(self) -> None:
+        self._count = count(2)
         self._worked = 1
         self._idled = 0
+        self._shown = 1
 
     def worked(self) -> None:
         """A layer, a chunk or a step was done."""
-        self._worked += 1
+        self._worked = next(self._count)
 
     def idled(self) -> None:
         """The loop came round with nothing in the compute thread."""
@@ -88,4 +92,6 @@ class Progress:
     @property
     def value(self) -> int:
         """The counter that heartbeats and lease renewals carry."""
-        return self._worked + self._idled
+        # Of two threads the one that counted first may write last.
+        self._shown = max(self._shown, self._worked + self._idled)
+        return self._shown

@@ -10,17 +10,18 @@ from typing import Final
 from baton.api.common.v1 import common_pb2
 from baton.text.stream import TokenBytes
 from baton.wire.finish import finish_to_proto
-from baton.worker.engine import EQUIVALENT, EXACT
+from baton.worker.engine import APPROXIMATE, EQUIVALENT, EXACT
 from baton.worker.output import OutputToken
 
 _EXACTNESS: Final = {
     EXACT: common_pb2.EXACTNESS_CLASS_EXACT,
     EQUIVALENT: common_pb2.EXACTNESS_CLASS_EQUIVALENT,
+    APPROXIMATE: common_pb2.EXACTNESS_CLASS_APPROXIMATE,
 }
 
 
 def exactness_to_proto(exactness: str) -> common_pb2.ExactnessClass.ValueType:
-    """The enum value of `exact` or `equivalent`."""
+    """The enum value of `exact`, `equivalent` or `approximate`."""
     return _EXACTNESS[exactness]
 
 

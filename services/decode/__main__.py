@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Final
 
 from baton.api.decode.v1 import decode_pb2_grpc
@@ -13,11 +14,16 @@ from baton.faults import faults
 from baton.heartbeat import Load, Role
 from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
+from baton.metrics_families import STEP_KERNELS
 from baton.tracing import start_tracing
+from baton.worker.draining import Draining
+from baton.worker.engine import WorkerParts
 from baton.worker.kernel_choice import KernelWish
 from baton.worker.serving import STARTING_LEASE_S, Background, open_shell, serve_worker
 from services.decode.config import DecodeConfig
+from services.decode.device import DeviceKeeper, open_device
 from services.decode.joining import Joiner
+from services.decode.local_lane import LocalPrefills, budget_terms
 from services.decode.measures import DecodeMeasures
 from services.decode.runner import Runner, RunnerTools
 from services.decode.scheduler import SlotScheduler
@@ -34,8 +40,10 @@ async def wire(service: Service, config: DecodeConfig) -> None:
         choice=config.kernel, threads=config.threads, batch_max=config.active_sequences_max
     )
     shell = await open_shell(service, config, Role.DECODE, kernel)
-    measures = DecodeMeasures(shell.metrics)
-    slots = SlotScheduler(config.active_sequences_max)
+    measures = DecodeMeasures(shell.metrics, shell.parts.prefill_rate)
+    for name in STEP_KERNELS:
+        measures.kernel.follow(partial(_is_kernel, shell.parts, name), kernel=name)
+    slots = SlotScheduler(config.active_sequences_max, config.queue_max)
     appends = AppendStream(
         shell.parts.store.open_append,
         (config.worker_id, shell.capability),
@@ -43,9 +51,13 @@ async def wire(service: Service, config: DecodeConfig) -> None:
         AppendLimits(
             entries_max=config.active_sequences_max,
             give_up_s=shell.parts.lease_s or STARTING_LEASE_S,
+            unreachable_s=config.kvstore_patience_s,
         ),
     )
-    joiner = Joiner(shell.parts, service.clock, measures, config.chunk_tokens)
+    terms = budget_terms(shell.parts, config.local_prefill_gap, config.chunk_tokens)
+    prefills = LocalPrefills(shell.parts, terms, service.clock, config.threads)
+    prefills.show(shell.metrics)
+    joiner = Joiner(shell.parts, service.clock, measures, prefills)
     runner = Runner(
         RunnerTools(
             parts=shell.parts,
@@ -54,29 +66,43 @@ async def wire(service: Service, config: DecodeConfig) -> None:
             joiner=joiner,
             measures=measures,
             clock=service.clock,
+            step_tokens_max=config.step_tokens_max,
         )
     )
+    draining = Draining(runner.drain_within, service.request_stop)
     shell.server.register(
         decode_pb2_grpc.add_DecodeServiceServicer_to_server,
-        DecodeServicer(runner, shell.parts.label, shell.parts.tokenizer),
+        DecodeServicer(runner, shell.parts, draining),
         SERVICE_NAME,
     )
 
     def load() -> Load:
         return Load(
             active=slots.active,
-            queued=slots.reserved,
+            queued=slots.reserved + slots.waiting,
             active_max=slots.active_max,
             token_rate=measures.token_rate,
             tpot_s=measures.tpot_s,
+            prefill_token_rate=measures.compute_rate,
         )
 
     async def drain() -> None:
-        await runner.drain_within(DRAIN_TIMEOUT_S)
+        await draining.at_stop(DRAIN_TIMEOUT_S)
 
     await serve_worker(shell, load, lambda: runner.is_draining)
+    if config.device_bytes:
+        keeper = DeviceKeeper(
+            shell.parts, open_device(config, shell.parts.geometry), shell.pool.get(config.kvstore)
+        )
+        shell.parts.before_unmap.append(keeper.stop_reading)
+        await service.start("device", Background(service, "device", keeper.run))
     # Started last, so stopped first: sequences are handed back while their streams still stand.
     await service.start("sequences", Background(service, "sequences", runner.run, drain))
+
+
+def _is_kernel(parts: WorkerParts, name: str) -> float:
+    """1 for what computes the steps now."""
+    return float(parts.engine.steps_by == name)
 
 
 def main() -> None:

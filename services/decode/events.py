@@ -12,6 +12,7 @@ from baton.arena.replay import HeldLog
 from baton.errors import ServiceError
 from baton.kv.label import PairLabel
 from baton.worker.output import OutputToken
+from services.decode.scheduler import Claim, ServiceClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,14 @@ class Produced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """The sequence waits, for a slot or for pages; `waiting` sequences of this worker do."""
+
+    waiting: int
+    is_preempted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The sequence failed or was refused; nothing follows."""
 
@@ -62,7 +71,7 @@ class SequenceEvent:
     """Something that happened to the sequence of one request."""
 
     request_id: str
-    what: Started | Produced | Failed
+    what: Started | Produced | Waiting | Failed
 
     @property
     def is_last(self) -> bool:
@@ -77,7 +86,8 @@ class StartOrder:
     """A gateway hands over a log. Tokens from output index `next_index` on are wanted.
 
     `deadline_s` counts from now; None: no deadline. `label` None: the gateway did not say.
-    `received_s`: when the command came, by the worker's clock.
+    `received_s`: when the command came, by the worker's clock. Tenant, class and priority are what
+    the gateway verified.
     """
 
     request_id: str
@@ -89,3 +99,16 @@ class StartOrder:
     deadline_s: float | None = None
     traceparent: str | None = None
     received_s: float | None = None
+    tenant: str = ""
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    priority: int = 0
+
+    @property
+    def claim(self) -> Claim:
+        """What the scheduler knows of it."""
+        return Claim(
+            request_id=self.request_id,
+            tenant=self.tenant,
+            service_class=self.service_class,
+            priority=self.priority,
+        )

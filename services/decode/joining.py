@@ -6,8 +6,7 @@ Owns that path from order to `Sequence`. Never touches the batch: the runner add
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,10 +21,12 @@ from baton.stages import KV_TRANSFER, KV_UNPACK, LOG_REPLAY
 from baton.tracing import span
 from baton.worker.chunker import Chunk
 from baton.worker.engine import WorkerParts
-from baton.worker.held_logs import OnLost
+from baton.worker.held_logs import STORE_GONE, OnLost, OnStoreLost
+from baton.worker.lasting_run import LastingRun, RunSteps
 from baton.worker.output import OutputState, OutputToken, replay_output
 from baton.worker.prompt_run import PromptRun, RunTerms
 from services.decode.events import Produced, Started, StartOrder, TokenCounts
+from services.decode.local_lane import LocalPrefills, PromptTurns
 from services.decode.machine import Sequence
 from services.decode.measures import DecodeMeasures
 
@@ -45,52 +46,99 @@ class Joined:
     sequence: Sequence | None
 
 
-class FairTurns:
-    """One chunk of local prefill at a time, prompts in turn, each between two decode steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Whom to tell when the store gave the log to another owner, and when the store was lost."""
 
-    The compute thread takes jobs in order, and the loop always has at most one step there: so one
-    chunk is the most that a step can wait for.
-    """
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """The right to compute one chunk; first come, first served."""
-        async with self._lock:
-            yield
+    on_lost: OnLost
+    on_store_lost: OnStoreLost
 
 
 class Joiner:
     """Turns orders into sequences."""
 
     def __init__(
-        self, parts: WorkerParts, clock: Clock, measures: DecodeMeasures, chunk_tokens: int
+        self, parts: WorkerParts, clock: Clock, measures: DecodeMeasures, prefills: LocalPrefills
     ) -> None:
         self._parts = parts
         self._clock = clock
         self._measures = measures
-        self._chunk_tokens = chunk_tokens
-        self._turns = FairTurns()
+        self._prefills = prefills
 
-    async def join(self, order: StartOrder, lost: OnLost) -> Joined:
+    def stepped(self, seconds: float, sequences: int) -> None:
+        """A step of so many sequences took so long and ended now: prompts beside it keep to it."""
+        self._prefills.stepped(seconds, sequences)
+
+    def idled(self) -> None:
+        """Nothing steps now: prompts need not hold back."""
+        self._prefills.idled()
+
+    async def join(self, order: StartOrder, holder: Holder) -> Joined:
         """Take or prefill the log of `order`; it is held until the runner discards it.
 
-        `lost` is called if the store gives the log to another owner. Raises ServiceError; nothing
-        is held then.
+        Raises ServiceError; nothing is held then.
         """
         if order.label is not None:
             require_match(self._parts.label, order.label)
         if order.is_local_prefill:
-            return await self._prefilled(order, lost)
+            return await self._prefilled(order, holder)
         try:
-            return await self._taken(order, lost)
+            return await self._taken(order, holder)
         except ServiceError as error:
             self._measures.transfer_failed(SHARED_MEMORY, error.reason)
             raise
 
-    async def _taken(self, order: StartOrder, lost: OnLost) -> Joined:
+    async def come_back(
+        self, order: StartOrder, old: Sequence, has_lost_store: Callable[[], bool]
+    ) -> Joined:
+        """Go on with a sequence that was stopped because its store was lost, once this worker is
+        attached again.
+
+        `has_lost_store` says, and forgets, whether the store was lost once more meanwhile. Raises
+        ServiceError; nothing is held then.
+        """
+        log = old.log
+        try:
+            while True:
+                log = await self._parts.held.back(log, self._parts.store_patience_s)
+                has_lost_store()
+                try:
+                    return await self._rejoin(order, log, old.delivered_tokens)
+                except ServiceError as error:
+                    if not has_lost_store() and error.reason not in STORE_GONE:
+                        raise
+        except (ServiceError, asyncio.CancelledError):
+            self._parts.held.discard(log)
+            raise
+
+    async def _rejoin(self, order: StartOrder, log: HeldLog, next_index: int) -> Joined:
+        """Go on with a log that is held again: what is in it says how far the output came.
+
+        `next_index` is the first output token that was not sent. Raises ServiceError; the log is
+        still held then.
+        """
+        began_s = self._clock.monotonic_s()
+        order = replace(order, next_index=next_index)
+        with span(KV_UNPACK):
+            view = await self._replay(order, log)
+            self._check_sealed(view)
+            if view.head.finish_reason is not None:
+                self._parts.held.discard(log)
+                return self._told(order, view, began_s)
+            table = await self._completed(order, view)
+        replay = replay_output(view, self._parts.rule, self._parts.tokenizer)
+        self._check_index(order, len(replay[1]))
+        sequence = self._sequence(order, view, table, replay)
+        if sequence is None:
+            self._parts.held.discard(log)
+        waited_s = self._clock.monotonic_s() - began_s
+        return Joined(
+            started=self._started(view, view.head.position, waited_s, None),
+            replayed=_produced(view, replay[1], order.next_index),
+            sequence=sequence,
+        )
+
+    async def _taken(self, order: StartOrder, holder: Holder) -> Joined:
         began_s = self._clock.monotonic_s()
         stages: dict[str, float] = {}
         try:
@@ -103,7 +151,7 @@ class Joiner:
             return self._told(order, await self._replay(order, order.log), began_s)
         stages[KV_TRANSFER] = self._clock.monotonic_s() - began_s
         log = HeldLog(log_id=order.log.log_id, generation=taken.generation)
-        self._parts.held.add(log, lost)
+        self._parts.held.add(log, holder.on_lost, holder.on_store_lost)
         try:
             with span(KV_UNPACK):
                 view = await self._replay(order, log)
@@ -128,44 +176,92 @@ class Joiner:
                 f"{order.request_id}-{self._parts.identity.incarnation:x}"
                 f"-{order.log.generation}-{order.next_index}"
             ),
+            compute_tokens_per_s=self._measures.compute_rate,
         )
 
-    async def _prefilled(self, order: StartOrder, lost: OnLost) -> Joined:
+    async def _prefilled(self, order: StartOrder, holder: Holder) -> Joined:
         began_s = self._clock.monotonic_s()
-        log = order.log
         with span(LOG_REPLAY):
-            view = await self._replay(order, log)
-        self._check_open(view)
+            view = await self._replay(order, order.log)
+            self._check_open(view)
+            view = await self._adopted(order, view)
         replay_s = self._clock.monotonic_s() - began_s
-        run = PromptRun(self._parts, view, self._terms(order))
-
-        def gone(error: ServiceError) -> None:
-            run.stop(error)
-            lost(error)
-
-        self._parts.held.add(log, gone)
-        try:
-            state = OutputState(
-                view.prompt_ids, view.head.sampling, self._parts.rule, self._parts.tokenizer
-            )
-            logits = await run.compute(self._turns)
-            first = await run.choose(state, logits)
-            await run.seal(first)
-        except (ServiceError, asyncio.CancelledError):
-            self._parts.held.discard(log)
-            raise
+        ended = await self._lasting(order, view, holder).run()
+        view, run = ended.view, ended.run
+        self._measures.prefilled(run.missing_tokens, run.times.compute_s)
+        # From here on it is a running sequence's log.
+        self._parts.held.hand_over(view.head.held, holder.on_lost, holder.on_store_lost)
+        if view.head.is_sealed:
+            return await self._rejoined(order, view.head.held)
         seconds = self._clock.monotonic_s() - began_s
         started = replace(
             self._started(view, view.head.prompt_tokens, 0.0, run.times.compute_s),
             stage_seconds={LOG_REPLAY: replay_s, **run.times.stages()},
             total_s=seconds,
         )
+        state, first = ended.result
         sequence = self._sequence(order, view, run.table, (state, (first,)))
         if sequence is None:
-            self._parts.held.discard(log)
+            self._parts.held.discard(view.head.held)
         return Joined(
             started=started, replayed=_produced(view, (first,), order.next_index), sequence=sequence
         )
+
+    async def _adopted(self, order: StartOrder, view: LogView) -> LogView:
+        """The view to prefill from: of the next generation where an earlier run committed chunks.
+
+        That run's list of chunks went with it, and the seal names the chunks of one generation.
+        """
+        if view.head.committed_position <= view.head.cached_tokens:
+            return view
+        taken = await self._take(order)
+        log = HeldLog(log_id=order.log.log_id, generation=taken.generation)
+        view = await self._replay(order, log)
+        self._check_open(view)
+        return view
+
+    async def _rejoined(self, order: StartOrder, log: HeldLog) -> Joined:
+        """A local prefill whose seal was found in the log after its store was lost."""
+        try:
+            return await self._rejoin(order, log, order.next_index)
+        except (ServiceError, asyncio.CancelledError):
+            self._parts.held.discard(log)
+            raise
+
+    def _lasting(
+        self, order: StartOrder, view: LogView, holder: Holder
+    ) -> LastingRun[tuple[OutputState, OutputToken]]:
+        """A local prefill to its seal, over lost stores."""
+
+        async def work(run: PromptRun, view: LogView) -> tuple[OutputState, OutputToken]:
+            state = OutputState(
+                view.prompt_ids, view.head.sampling, self._parts.rule, self._parts.tokenizer
+            )
+            first = await run.choose(state, await run.compute(self._turns(order, view)))
+            await run.seal(first)
+            return state, first
+
+        def sealed(view: LogView) -> tuple[OutputState, OutputToken]:
+            self._check_sealed(view)
+            state, tokens = replay_output(view, self._parts.rule, self._parts.tokenizer)
+            return state, tokens[0]
+
+        def lost(error: ServiceError) -> None:
+            lasting.stop(error)
+            holder.on_lost(error)
+
+        lasting = LastingRun(
+            self._parts,
+            view,
+            RunSteps(
+                begin=lambda view: PromptRun(self._parts, view, self._terms(order)),
+                work=work,
+                sealed=sealed,
+                replay=lambda log: self._replay(order, log),
+                on_lost=lost,
+            ),
+        )
+        return lasting
 
     def continued(self, sequence: Sequence) -> Started:
         """What a gateway hears that comes back for a sequence which never stopped."""
@@ -259,9 +355,13 @@ class Joiner:
         if view.head.committed_position >= needed:
             return PageTable.of_view(view, self._parts.geometry.block_tokens)
         run = PromptRun(self._parts, view, self._terms(order), end=needed)
-        self._measures.recomputed_tokens.add(run.missing_tokens)
-        await run.compute_kv(self._turns)
+        await run.compute_kv(self._turns(order, view))
+        self._measures.recomputed(run.missing_tokens, run.times.compute_s)
         return run.table
+
+    def _turns(self, order: StartOrder, view: LogView) -> PromptTurns:
+        head = view.head
+        return self._prefills.turns(order.tenant, head.log_id, head.committed_position)
 
     def _terms(self, order: StartOrder) -> RunTerms:
         async def ignored(_chunk: Chunk) -> None:
@@ -270,8 +370,9 @@ class Joiner:
         return RunTerms(
             request_id=order.request_id,
             capability=order.capability,
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=self._prefills.chunk_tokens,
             on_commit=ignored,
+            lane=self._prefills.lane,
         )
 
     def _started(

@@ -1,8 +1,13 @@
 """The decode loop: one step for all sequences, one group commit, events after the ack.
 
-Owns the sequences and the order of a turn: between steps sequences end and join; a step is computed
-while the append before it is acked; then its own append goes out. Never talks protobuf, never
-grants a page, never raises a generation.
+Owns the sequences and the order of a turn: between steps sequences end, join and are preempted; a
+step is computed while the append before it is acked; then its own append goes out. Who goes first
+is the scheduler's, what waits the queue's (`queueing`), pages the feeder's (`feeding`). Never talks
+protobuf, never grants a page, never raises a generation.
+
+When the kvstore is lost the sequences stop at the end of their step, park their logs and go on from
+them once this worker is attached again: what was computed and not logged is computed again, what
+was logged and not sent is sent. Their gateways see a pause.
 
 Invariant: a log is given up (`held.discard`) only between steps, when no thread writes its pages.
 """
@@ -11,67 +16,40 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import structlog
 
-from baton.arena.append import AppendEntry, AppendOutcome
+from baton.arena.append import AppendOutcome
 from baton.arena.append_stream import AppendStream
-from baton.arena.checksums import SlotChecksum, slot_checksum
 from baton.clock import WaitingClock
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
 from baton.ids import new_error_id
+from baton.stages import DECODE_QUEUE_WAIT
 from baton.tracing import span
 from baton.worker.engine import WorkerParts
-from baton.worker.output import OutputToken
-from services.decode.events import Failed, Produced, SequenceEvent, Started, StartOrder
-from services.decode.joining import Joiner
+from services.decode.events import Failed, Produced, SequenceEvent, Started, StartOrder, Waiting
+from services.decode.feeding import Feeder
+from services.decode.joining import Holder, Joined, Joiner
 from services.decode.machine import Sequence, StepInput
 from services.decode.measures import DecodeMeasures
+from services.decode.members import Member, Stepped, require_same_log
 from services.decode.outbox import Outbox
+from services.decode.queueing import PAGES_SHORT, Queue, QueueTools
 from services.decode.scheduler import SlotScheduler
+from services.decode.stepping import Batch, Entries, compute, entries_of
 from services.decode.tracks import Track
 
 IDLE_TURN_S: Final = 0.25
 PARK_AFTER_S: Final = 10.0
-STARVED_MAX_S: Final = 10.0
+PARK_DRAINING_AFTER_S: Final = 1.0
+"""A worker that drains does not wait long for a gateway that is gone."""
 
 _log = structlog.stdlib.get_logger("baton.decode")
-
-
-@dataclass(slots=True)
-class _Member:
-    """A sequence in the worker, with whom it is for and until when."""
-
-    order: StartOrder
-    outbox: Outbox
-    deadline_s: float | None
-    track: Track
-    sequence: Sequence | None = None
-    joining: asyncio.Task[None] | None = None
-    failure: ServiceError | None = None
-    orphaned_s: float | None = None
-    starved_s: float | None = None
-    is_granting: bool = False
-
-    def end(self, error: ServiceError) -> None:
-        """It must end: a running sequence between two steps, a joining one at once."""
-        self.failure = self.failure or error
-        if self.sequence is not None:
-            self.sequence.fail(error)
-        elif self.joining is not None:
-            self.joining.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class _Stepped:
-    """One member's result of a step: a token with its slot's checksum, or an error."""
-
-    member: _Member
-    sequence: Sequence
-    outcome: tuple[OutputToken, SlotChecksum] | ServiceError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +62,7 @@ class RunnerTools:
     joiner: Joiner
     measures: DecodeMeasures
     clock: WaitingClock
+    step_tokens_max: int | None = None
 
 
 class Runner:
@@ -96,9 +75,18 @@ class Runner:
         self._joiner = tools.joiner
         self._measures = tools.measures
         self._clock = tools.clock
-        self._members: dict[str, _Member] = {}
+        self._step_tokens_max = tools.step_tokens_max
+        self._members: dict[str, Member] = {}
+        queue_tools = QueueTools(
+            parts=tools.parts,
+            slots=tools.slots,
+            measures=tools.measures,
+            clock=tools.clock,
+            members=self._members,
+        )
+        self._queue = Queue(queue_tools, self)
+        self._feeder = Feeder(tools.parts, self._queue, tools.clock)
         self._wake = asyncio.Event()
-        self._never = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self._tasks: asyncio.TaskGroup | None = None
@@ -107,6 +95,7 @@ class Runner:
         self._measures.active.follow(lambda: float(self._slots.active))
         self._measures.reserved.follow(lambda: float(self._slots.reserved))
         self._measures.used_pages.follow(lambda: float(self._used_pages()))
+        self._measures.follow_waiting(self._slots)
 
     @property
     def is_draining(self) -> bool:
@@ -115,7 +104,7 @@ class Runner:
 
     @property
     def active(self) -> int:
-        """Sequences here, joining ones included."""
+        """Sequences here, joining and waiting ones included."""
         return len(self._members)
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -125,13 +114,16 @@ class Runner:
             tasks.create_task(self._wake_on(stopping))
             pending: asyncio.Task[None] | None = None
             while not stopping.is_set():
+                if pending is not None and any(m.is_suspended for m in self._members.values()):
+                    await pending
+                    pending = None
                 self._tidy()
                 stepped = await self._step()
                 if pending is not None:
                     await pending
                 elif not stepped:
                     await self._wait()
-                entries = self._entries(stepped)
+                entries = entries_of(stepped)
                 pending = tasks.create_task(self._append(entries)) if entries else None
             if pending is not None:
                 await pending
@@ -139,7 +131,7 @@ class Runner:
         self._appends.close()
 
     def prepare(self, request_id: str, total_tokens: int, hold_s: float) -> int:
-        """Reserve a slot for a sequence to come; returns the sequences running now."""
+        """Reserve a place for a sequence to come; returns the sequences running now."""
         self._require_taking()
         if total_tokens > self._parts.context_max:
             raise ServiceError(
@@ -156,23 +148,25 @@ class Runner:
         known = self._members.get(order.request_id)
         try:
             if known is not None:
-                self._come_back(known, order, outbox)
+                self._ask_again(known, order, outbox)
                 return
-            self._require_taking()
-            self._slots.enter(order.request_id, self._clock.monotonic_s())
+            if not self._slots.is_reserved(order.request_id):
+                self._require_taking()
+            self._queue.enter(self._member(order, outbox))
+            self._empty.clear()
         except ServiceError as error:
             outbox.post(SequenceEvent(request_id=order.request_id, what=Failed(error=error)))
-            return
+
+    def _member(self, order: StartOrder, outbox: Outbox) -> Member:
         now_s = self._clock.monotonic_s()
-        deadline_s = None if order.deadline_s is None else now_s + order.deadline_s
-        track = Track(order.request_id, order.traceparent, now_s)
-        order = replace(order, received_s=now_s)
-        member = _Member(order=order, outbox=outbox, deadline_s=deadline_s, track=track)
-        self._members[order.request_id] = member
-        self._empty.clear()
-        # An empty context: the gateway's stream has a life and ids of its own.
-        assert self._tasks is not None, "start() after run()"
-        member.joining = self._tasks.create_task(self._join(member), context=contextvars.Context())
+        return Member(
+            order=replace(order, received_s=now_s),
+            outbox=outbox,
+            deadline_s=None if order.deadline_s is None else now_s + order.deadline_s,
+            track=Track(order.request_id, order.traceparent, now_s),
+            next_index=order.next_index,
+            is_unsealed=order.is_local_prefill,
+        )
 
     def cancel(self, request_id: str) -> bool:
         """End a sequence between two steps, or give up its reservation; False if unknown."""
@@ -188,21 +182,13 @@ class Runner:
     async def drain_within(self, timeout_s: float) -> int:
         """Take no new sequences; the number that still ran when the wait ended."""
         self._is_draining = True
+        self._wake.set()
         await self._clock.wait(self._empty, timeout_s)
         return self.active
 
-    def _come_back(self, member: _Member, order: StartOrder, outbox: Outbox) -> None:
-        """A gateway asks again for a sequence that still runs here: tell it what it lacks."""
-        sequence = member.sequence
-        if order.log.log_id != member.order.log.log_id:
-            raise ServiceError(
-                Reason.ALREADY_EXISTS, "this request id runs another log here", field="request_id"
-            )
-        known = {member.order.log.generation}
-        if sequence is not None:
-            known.add(sequence.log.generation)
-        is_same = sequence is not None or order.next_index == member.order.next_index
-        if order.log.generation not in known or not is_same:
+    def _ask_again(self, member: Member, order: StartOrder, outbox: Outbox) -> None:
+        """A gateway asks again for a sequence that is still here: tell it what it lacks."""
+        if not require_same_log(member, order):
             # Another worker had the log meanwhile: what runs here is over, and ends first.
             error = ServiceError(
                 Reason.STALE_GENERATION,
@@ -211,32 +197,58 @@ class Runner:
             )
             self._lose(member, error)
             raise error
-        if sequence is None:
-            member.outbox, member.orphaned_s = outbox, None
-            return
-        if order.next_index > sequence.delivered_tokens:
-            raise ServiceError(
-                Reason.INVALID_REQUEST,
-                f"next_index is {order.next_index}, but only {sequence.delivered_tokens} tokens "
-                "are logged",
-                field="next_index",
-            )
-        member.outbox, member.orphaned_s = outbox, None
-        self._post(member, self._joiner.continued(sequence))
-        for produced in sequence.delivered_from(order.next_index):
-            self._post(member, produced)
+        member.reattach(order.next_index, outbox)
+        if (sequence := member.sequence) is not None:
+            self.post(member, self._joiner.continued(sequence))
+            for produced in sequence.delivered_from(order.next_index):
+                self.post(member, produced)
 
-    async def _join(self, member: _Member) -> None:
-        """Bring one sequence to where it can step; every way out answers its gateway."""
+    async def join(self, member: Member) -> None:
+        """Bring one sequence to where it can step; what finds no pages waits again."""
+        holder = Holder(
+            on_lost=lambda error: self._lose(member, error),
+            on_store_lost=lambda: self._lose_store(member),
+        )
+        await faults.reach("decode.before_accept")
+        with member.track.scope(), span("join", request_id=member.request_id):
+            try:
+                joined = await self._joiner.join(await self._queue.order_of(member), holder)
+            except ServiceError as error:
+                if error.reason not in PAGES_SHORT or member.failure is not None:
+                    raise
+                await self._queue.wait_again(member, error)
+                return
+        self._announce(member, joined.started)
+        self._joined(member, joined)
+
+    def _announce(self, member: Member, started: Started) -> None:
+        """Its gateway hears once that it runs here; not again after it was preempted."""
+        if member.is_announced:
+            return
+        member.is_announced = True
+        if not member.is_received:
+            member.is_received = True
+            self._measures.received.add()
+        if member.order.is_local_prefill:
+            # The first token waited for it, too.
+            waited_s = member.track.waited_s
+            stages = {DECODE_QUEUE_WAIT: waited_s, **started.stage_seconds}
+            started = replace(started, stage_seconds=stages, total_s=started.total_s + waited_s)
+        self.post(member, started)
+
+    async def _come_back(self, member: Member, old: Sequence) -> None:
+        """Go on with a sequence whose store was lost, once the store is back."""
+        with member.track.scope(), span("come_back", request_id=old.request_id):
+            joined = await self._joiner.come_back(member.order, old, member.forget_loss)
+        _log.info("sequence_goes_on", request_id=old.request_id, sent=old.delivered_tokens)
+        self._joined(member, joined)
+
+    async def _answered(self, member: Member, joining: Callable[[], Awaitable[None]]) -> None:
+        """Every way out of a join answers its gateway."""
         try:
-            await faults.reach("decode.before_accept")
-            with member.track.scope(), span("join", request_id=member.order.request_id):
-                joined = await self._joiner.join(
-                    member.order, lambda error: self._lose(member, error)
-                )
+            await joining()
         except ServiceError as error:
             self._remove(member, member.failure or error)
-            return
         except asyncio.CancelledError:
             self._remove(member, member.failure or _handed_back(self._parts.worker_id))
             raise
@@ -244,19 +256,40 @@ class Runner:
             error_id = new_error_id()
             _log.error("join_failed_unexpectedly", error_id=error_id, exc_info=bug)
             self._remove(member, ServiceError.internal(error_id))
-            return
-        self._measures.received.add()
+
+    def begin(self, member: Member, joining: Callable[[], Awaitable[None]]) -> None:
+        """Run a join beside the loop, in an empty context: the gateway's stream has its own ids."""
+        assert self._tasks is not None, "run() is running"
+
+        def never_began(task: asyncio.Task[None]) -> None:
+            # A task that is cancelled before its first step runs none of its own clean-up.
+            if task.cancelled():
+                self._remove(member, member.failure or _handed_back(self._parts.worker_id))
+
+        member.joining = self._tasks.create_task(
+            self._answered(member, joining), context=contextvars.Context()
+        )
+        member.joining.add_done_callback(never_began)
+
+    def _joined(self, member: Member, joined: Joined) -> None:
         member.track.joined(self._clock.monotonic_s())
-        self._post(member, joined.started)
         for produced in joined.replayed:
-            self._post(member, produced)
+            self.post(member, produced)
         member.joining = None
         if joined.sequence is None:
             self._remove(member, None)
             return
-        member.sequence = joined.sequence
-        if member.failure is not None:
-            member.sequence.fail(member.failure)
+        member.joined(joined.sequence)
+        self._slots.settle(member.request_id)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed between two steps; who lacks pages asks again."""
+        self._feeder.freed()
+        self._wake.set()
+
+    def _lose_store(self, member: Member) -> None:
+        member.lose_store()
         self._wake.set()
 
     def _tidy(self) -> None:
@@ -266,17 +299,35 @@ class Runner:
             self._look_at_time(member, now_s)
             sequence = member.sequence
             if sequence is None:
+                if member.is_waiting and member.failure is not None:
+                    self._remove(member, member.failure)
                 continue
             if sequence.is_finished:
                 self._remove(member, None)
             elif sequence.failure is not None:
                 self._remove(member, sequence.failure)
+            elif member.is_suspended:
+                self._park(member, sequence)
             elif sequence.is_starved():
-                self._feed(member, sequence, now_s)
+                assert self._tasks is not None
+                self._feeder.feed(member, sequence, self._tasks.create_task)
             else:
                 member.starved_s = None
+        self._queue.turn()
 
-    def _look_at_time(self, member: _Member, now_s: float) -> None:
+    def _park(self, member: Member, sequence: Sequence) -> None:
+        """No step and no append of it is under way: its log waits, for the store or its turn."""
+        member.sequence, member.is_suspended, member.starved_s = None, False, None
+        member.track.step_dropped()
+        if member.preempted is None:
+            self.begin(member, lambda: self._come_back(member, sequence))
+            return
+        member.preempted = None
+        # First, so that no renewal names it while the store ends this generation.
+        self._parts.held.discard(sequence.log)
+        self.begin(member, lambda: self._queue.give_up(member, sequence))
+
+    def _look_at_time(self, member: Member, now_s: float) -> None:
         if member.failure is not None:
             return
         if member.deadline_s is not None and now_s >= member.deadline_s:
@@ -287,104 +338,51 @@ class Runner:
             return
         if member.orphaned_s is None:
             member.orphaned_s = now_s
-        elif now_s - member.orphaned_s >= PARK_AFTER_S:
+        elif now_s - member.orphaned_s >= (
+            PARK_DRAINING_AFTER_S if self._is_draining else PARK_AFTER_S
+        ):
             _log.info("sequence_parked", request_id=member.order.request_id)
             member.end(
                 ServiceError(Reason.WORKER_LOST, "the gateway of this sequence did not come back")
             )
 
-    def _feed(self, member: _Member, sequence: Sequence, now_s: float) -> None:
-        """Ask for pages for a sequence that has none; give up after a while."""
-        if member.starved_s is None:
-            member.starved_s = now_s
-        if now_s - member.starved_s >= STARVED_MAX_S:
-            sequence.fail(
-                ServiceError(
-                    Reason.PAGES_EXHAUSTED,
-                    f"no page came free for this sequence within {STARVED_MAX_S:g} s",
-                    retry_after_s=1.0,
-                )
-            )
-        elif not member.is_granting and self._tasks is not None:
-            member.is_granting = True
-            self._tasks.create_task(self._grant(member, sequence))
-
-    async def _grant(self, member: _Member, sequence: Sequence) -> None:
-        try:
-            pages = await self._parts.store.grant(
-                sequence.log.log_id,
-                sequence.log.generation,
-                sequence.missing_pages(),
-                f"{sequence.request_id}-{sequence.log.generation}-{sequence.tokens}",
-            )
-            sequence.table.grant(pages)
-        except ServiceError as error:
-            if not error.row.retryable:
-                sequence.fail(error)
-            await self._clock.wait(self._never, IDLE_TURN_S)
-        finally:
-            member.is_granting = False
-            self._wake.set()
-
-    async def _step(self) -> list[_Stepped]:
+    async def _step(self) -> list[Stepped]:
         """One token for every sequence that can step; empty when none can."""
-        batch: list[tuple[_Member, Sequence, StepInput]] = []
+        ready: dict[str, tuple[Member, Sequence, StepInput]] = {}
         for member in self._members.values():
-            step = None if member.sequence is None else member.sequence.next_step()
-            if step is not None and member.sequence is not None:
-                batch.append((member, member.sequence, step))
+            if member.is_suspended or member.sequence is None:
+                continue
+            step = member.sequence.next_step()
+            if step is not None:
+                ready[member.request_id] = (member, member.sequence, step)
+        chosen = self._slots.choose_step(tuple(ready), self._step_tokens_max)
+        batch: Batch = [ready[request_id] for request_id in chosen]
         if not batch:
             return []
         await faults.reach("decode.step")
         now_s = self._clock.monotonic_s()
         for member, _, _ in batch:
             member.track.step_began(now_s)
-        return await self._parts.compute.run(lambda: self._compute(batch))
-
-    def _compute(self, batch: list[tuple[_Member, Sequence, StepInput]]) -> list[_Stepped]:
-        """In the compute thread: forward, sample, checksum."""
-        logits = self._parts.engine.decode_step(
-            [step.token_id for _, _, step in batch],
-            [step.position for _, _, step in batch],
-            [step.pages for _, _, step in batch],
-        )
-        stepped = []
-        for row, (member, sequence, step) in enumerate(batch):
-            outcome: tuple[OutputToken, SlotChecksum] | ServiceError
-            try:
-                token = sequence.output.choose(logits[row])
-                checksum = slot_checksum(self._parts.arena, sequence.table, step.position)
-                outcome = (token, checksum)
-            except ServiceError as error:
-                outcome = error
-            stepped.append(_Stepped(member, sequence, outcome))
-        self._parts.progress.worked()
+        stepped = await self._parts.compute.run(lambda: compute(self._parts, batch))
+        self._joiner.stepped(self._clock.monotonic_s() - now_s, len(batch))
         return stepped
 
-    def _entries(self, stepped: list[_Stepped]) -> list[tuple[_Member, Sequence, AppendEntry]]:
-        """What to log after a step, for the sequences that still may."""
-        entries = []
-        for item in stepped:
-            if isinstance(item.outcome, ServiceError):
-                item.sequence.fail(item.outcome)
-                continue
-            item.sequence.computed(*item.outcome)
-            entry = None if item.sequence.failure is not None else item.sequence.entry()
-            if entry is not None:
-                entries.append((item.member, item.sequence, entry))
-        return entries
-
-    async def _append(self, entries: list[tuple[_Member, Sequence, AppendEntry]]) -> None:
+    async def _append(self, entries: Entries) -> None:
         """One group commit; its tokens leave as soon as it is acked."""
         began_s = self._clock.monotonic_s()
         try:
+            await faults.reach("decode.before_append")
             outcomes = await self._appended(entries)
             if any(sequence.is_first_own for _, sequence, _ in entries):
                 await faults.reach("decode.first_token")
         except ServiceError as error:
             _log.warning("append_failed", reason=error.reason.value, sequences=len(entries))
-            for _, sequence, _ in entries:
-                sequence.fail(error)
+            for member, sequence, _ in entries:
+                if error.reason is Reason.NO_WORKER:
+                    # The store is back and does not know us: we are about to attach again.
+                    self._lose_store(member)
+                elif not member.is_suspended:
+                    sequence.fail(error)
             return
         now_s = self._clock.monotonic_s()
         accepted = 0
@@ -396,9 +394,7 @@ class Runner:
             self._measures.stepped(accepted, 0.0 if since_s is None else now_s - since_s)
         self._acked_s = now_s
 
-    async def _appended(
-        self, entries: list[tuple[_Member, Sequence, AppendEntry]]
-    ) -> tuple[AppendOutcome, ...]:
+    async def _appended(self, entries: Entries) -> tuple[AppendOutcome, ...]:
         """The group commit, as a part of the trace of one of the sequences that are traced."""
         batch = [entry for _, _, entry in entries]
         traced = next((member.track for member, _, _ in entries if member.track.is_stepwise), None)
@@ -407,25 +403,27 @@ class Runner:
         with traced.scope(), span("append", sequences=len(batch)):
             return await self._appends.append(batch)
 
-    def _settle(self, member: _Member, sequence: Sequence, outcome: AppendOutcome) -> bool:
+    def _settle(self, member: Member, sequence: Sequence, outcome: AppendOutcome) -> bool:
         """Post one entry's token; False when it was refused."""
         produced = sequence.acked(outcome)
         if produced is None:
             return False
+        self._slots.served(sequence.request_id, 1, self._clock.monotonic_s())
         if self._members.get(sequence.request_id) is member:
             if produced.token.finish_reason is not None:
                 produced = replace(produced, stage_seconds=member.track.stages())
-            self._post(member, produced)
+            self.post(member, produced)
         return True
 
-    def _lose(self, member: _Member, error: ServiceError) -> None:
+    def _lose(self, member: Member, error: ServiceError) -> None:
         member.end(error)
         self._wake.set()
 
-    def _post(self, member: _Member, what: Started | Produced | Failed) -> None:
+    def post(self, member: Member, what: Started | Produced | Waiting | Failed) -> None:
+        """Tell its gateway."""
         member.outbox.post(SequenceEvent(request_id=member.order.request_id, what=what))
 
-    def _remove(self, member: _Member, error: ServiceError | None) -> None:
+    def _remove(self, member: Member, error: ServiceError | None) -> None:
         """The sequence is over: give up log and slot, tell its gateway why if it failed."""
         request_id = member.order.request_id
         if self._members.get(request_id) is not member:
@@ -435,9 +433,10 @@ class Runner:
         if member.sequence is not None:
             self._parts.held.discard(member.sequence.log)
         if error is not None:
-            self._post(member, Failed(error=error))
+            self.post(member, Failed(error=error))
         reason = None if error is None else error.reason
         self._measures.ended(reason)
+        self.wake()
         member.track.ended(self._clock.monotonic_s(), None if reason is None else reason.value)
         if not self._members:
             self._acked_s = None
@@ -447,10 +446,8 @@ class Runner:
         """The worker stops: every sequence's gateway continues it elsewhere from its log."""
         for member in tuple(self._members.values()):
             error = member.failure or _handed_back(self._parts.worker_id)
-            if member.sequence is not None:
-                self._remove(member, error)
-            else:
-                member.end(error)
+            end = member.end if member.joining is not None else partial(self._remove, member)
+            end(error)
 
     def _require_taking(self) -> None:
         if self._is_draining:
@@ -466,6 +463,7 @@ class Runner:
 
     async def _wait(self) -> None:
         """Until something happens, or it is time to look at deadlines."""
+        self._joiner.idled()
         await self._clock.wait(self._wake, IDLE_TURN_S)
         self._wake.clear()
 

@@ -16,20 +16,30 @@ from baton.api.decode.v1 import decode_pb2, decode_pb2_grpc
 from baton.arena.replay import HeldLog
 from baton.errors import Reason, ServiceError
 from baton.ids import LOG_ID_BYTES
-from baton.kv.label import PairLabel, require_match
-from baton.text.stream import TokenBytes
+from baton.kv.label import require_match
 from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.errors import error_to_proto
 from baton.wire.label import label_from_proto
+from baton.worker.draining import Draining
+from baton.worker.engine import WorkerParts
 from baton.worker.failures import first_failure
 from baton.worker.wire_events import exactness_to_proto, token_to_proto, usage_to_proto
-from services.decode.events import Failed, Produced, SequenceEvent, Started, StartOrder
+from services.decode.events import (
+    Failed,
+    Produced,
+    SequenceEvent,
+    Started,
+    StartOrder,
+    Waiting,
+)
 from services.decode.outbox import Outbox
 from services.decode.runner import Runner
+from services.decode.scheduler import ServiceClass
 
-DRAIN_TIMEOUT_MAX_S: Final = 600.0
 HOLD_DEFAULT_S: Final = 30.0
 NAME_CHARS_MAX: Final = 256
+
+_CLASSES: Final = {decode_pb2.SERVICE_CLASS_BATCH: ServiceClass.BATCH}
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Commands = AsyncIterator[decode_pb2.RunRequest]
@@ -40,10 +50,11 @@ _log = structlog.stdlib.get_logger("baton.decode")
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Implements DecodeService over one runner."""
 
-    def __init__(self, runner: Runner, label: PairLabel, tokenizer: TokenBytes) -> None:
+    def __init__(self, runner: Runner, parts: WorkerParts, draining: Draining) -> None:
         self._runner = runner
-        self._label = label
-        self._tokenizer = tokenizer
+        self._draining = draining
+        self._parts = parts
+        self._tokenizer = parts.tokenizer
 
     async def Prepare(
         self, request: decode_pb2.PrepareRequest, context: _Context
@@ -51,7 +62,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         """Reserves a slot for a sequence that is being prefilled."""
         _check_name(request.request_id, "request_id")
         if request.HasField("label"):
-            require_match(self._label, label_from_proto(request.label))
+            require_match(self._parts.label, label_from_proto(request.label))
         hold_s = duration_from_proto(request.hold) if request.HasField("hold") else HOLD_DEFAULT_S
         active = self._runner.prepare(request.request_id, request.prompt_tokens + 1, hold_s)
         return decode_pb2.PrepareResponse(active=active)
@@ -87,9 +98,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Drain(
         self, request: decode_pb2.DrainRequest, context: _Context
     ) -> decode_pb2.DrainResponse:
-        """Takes no new sequences and waits for those that run."""
-        timeout_s = min(duration_from_proto(request.timeout), DRAIN_TIMEOUT_MAX_S)
-        return decode_pb2.DrainResponse(remaining=await self._runner.drain_within(timeout_s))
+        """Takes no new sequences, waits for those that run to move or to end, and then ends the
+        process.
+        """
+        timeout_s = duration_from_proto(request.timeout)
+        return decode_pb2.DrainResponse(remaining=await self._draining.by_call(timeout_s))
 
     def _obey(self, command: decode_pb2.RunRequest, outbox: Outbox) -> None:
         """One command of an open stream; a malformed one ends only its own sequence."""
@@ -122,6 +135,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         what = event.what
         if isinstance(what, Started):
             message.started.CopyFrom(_started(what))
+        elif isinstance(what, Waiting):
+            message.waiting.waiting = what.waiting
+            message.waiting.preempted = what.is_preempted
         elif isinstance(what, Produced):
             message.token.CopyFrom(token_to_proto(what.token, self._tokenizer))
             message.stage_seconds.update(what.stage_seconds)
@@ -163,6 +179,9 @@ def _order(start: decode_pb2.StartSequence) -> StartOrder:
         label=label_from_proto(start.label) if start.HasField("label") else None,
         deadline_s=duration_from_proto(start.deadline) if start.HasField("deadline") else None,
         traceparent=start.traceparent or None,
+        tenant=start.tenant[:NAME_CHARS_MAX],
+        service_class=_CLASSES.get(start.service_class, ServiceClass.INTERACTIVE),
+        priority=start.priority,
     )
 
 

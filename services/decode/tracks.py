@@ -31,6 +31,7 @@ class Track:
         self._request_id = request_id
         self._trace = parse_traceparent(traceparent) or new_trace(is_sampled=False)
         self.received_s = received_s
+        self._admitted_s: float | None = None
         self._joined_s = received_s
         self._first_step_s: float | None = None
         self._begun: deque[float] = deque()
@@ -49,6 +50,18 @@ class Track:
         """Its next step to be acked has a span of its own."""
         return self._steps < STEPS_TRACED
 
+    def admitted(self, now_s: float) -> None:
+        """It has a slot and begins to join; only the first time counts."""
+        if self._admitted_s is None:
+            self._admitted_s = now_s
+            if now_s > self.received_s:
+                record_span("decode_queue", self._trace, (self.received_s, now_s))
+
+    @property
+    def waited_s(self) -> float:
+        """From the command to a slot."""
+        return 0.0 if self._admitted_s is None else self._admitted_s - self.received_s
+
     def joined(self, now_s: float) -> None:
         """It may step from now on."""
         self._joined_s = now_s
@@ -59,6 +72,10 @@ class Track:
             self._first_step_s = now_s
             record_span(DECODE_QUEUE_WAIT, self._trace, (self._joined_s, now_s))
         self._begun.append(now_s)
+
+    def step_dropped(self) -> None:
+        """Steps under way are not acked any more: the sequence goes on from its log."""
+        self._begun.clear()
 
     def step_acked(self, append_began_s: float, now_s: float, batch: int) -> None:
         """The step's token is logged and leaves."""
@@ -75,7 +92,7 @@ class Track:
     def stages(self) -> dict[str, float]:
         """What goes with the last token."""
         waited_until_s = self._acked_s if self._first_step_s is None else self._first_step_s
-        return {DECODE_QUEUE_WAIT: max(0.0, waited_until_s - self._joined_s)}
+        return {DECODE_QUEUE_WAIT: self.waited_s + max(0.0, waited_until_s - self._joined_s)}
 
     def ended(self, now_s: float, reason: str | None) -> None:
         """It left the worker; `reason` is why, if it failed."""
