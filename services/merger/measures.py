@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from baton.errors import Reason
 from baton.metrics import Metrics
-from baton.metrics_table import OK, counter
+from baton.metrics_families import OK
+from baton.metrics_table import counter
 
 
 class MergerMeasures:

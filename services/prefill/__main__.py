@@ -10,9 +10,10 @@ from baton.api.prefill.v1 import prefill_pb2_grpc
 from baton.config import load_config_or_exit
 from baton.faults import faults
 from baton.heartbeat import Load, Role
-from baton.lifecycle import Service, run_service
+from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
 from baton.tracing import start_tracing
+from baton.worker.draining import Draining
 from baton.worker.serving import open_shell, serve_worker
 from services.prefill.config import PrefillConfig
 from services.prefill.measures import PrefillMeasures
@@ -30,7 +31,9 @@ async def wire(service: Service, config: PrefillConfig) -> None:
     faults.start_from(os.environ)
     shell = await open_shell(service, config, Role.PREFILL)
     scheduler = PromptScheduler(
-        queue_depth_max=config.queue_depth_max, interleave_max=config.interleave_max
+        queue_depth_max=config.queue_depth_max,
+        interleave_max=config.interleave_max,
+        batch_tokens=config.batch_tokens,
     )
     pipeline = Pipeline(
         shell.parts,
@@ -39,9 +42,10 @@ async def wire(service: Service, config: PrefillConfig) -> None:
         service.clock,
         config.chunk_tokens,
     )
+    draining = Draining(pipeline.drain_within, service.request_stop)
     shell.server.register(
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
-        PrefillServicer(pipeline, shell.parts.tokenizer),
+        PrefillServicer(pipeline, shell.parts.tokenizer, draining),
         SERVICE_NAME,
     )
 
@@ -54,8 +58,25 @@ async def wire(service: Service, config: PrefillConfig) -> None:
             token_rate=pipeline.token_rate,
         )
 
-    await service.start("pipeline", pipeline)
+    await service.start("runs", _Runs(draining))
     await serve_worker(shell, load, lambda: pipeline.is_draining)
+
+
+class _Runs:
+    """A part of the service: runs come by themselves, and end with their calls."""
+
+    def __init__(self, draining: Draining) -> None:
+        self._draining = draining
+
+    async def start(self) -> None:
+        """Nothing runs before the first call."""
+
+    async def drain(self) -> None:
+        """Take no new runs; returns when none is left."""
+        await self._draining.at_stop(DRAIN_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        """Runs still under way are cancelled with their calls."""
 
 
 def main() -> None:

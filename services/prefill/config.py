@@ -25,5 +25,14 @@ class PrefillConfig(WorkerConfig):
         "prompts that may wait beyond those being worked on", default=64, minimum=1, maximum=65536
     )
     interleave_max: int = setting(
-        "prompts that take turns chunk by chunk", default=4, minimum=1, maximum=256
+        "prompts that take turns chunk by chunk; of every tenant at least one does",
+        default=4,
+        minimum=1,
+        maximum=256,
+    )
+    batch_tokens: int = setting(
+        "tokens of different prompts computed in one pass; a chunk that is longer has its own",
+        default=512,
+        minimum=1,
+        maximum=65536,
     )

@@ -22,27 +22,25 @@ from baton.stages import LOG_REPLAY
 from baton.tracing import span
 from baton.worker.chunker import Chunk
 from baton.worker.engine import WorkerParts
-from baton.worker.output import OutputState, OutputToken
+from baton.worker.lasting_run import EndedRun, LastingRun, RunSteps
+from baton.worker.output import OutputState, OutputToken, replay_output
 from baton.worker.prompt_run import OnCommit, PromptRun, RunTerms
 from services.prefill.measures import PrefillMeasures
 from services.prefill.turns import PromptTurns, Turns
 
 _log = structlog.stdlib.get_logger("baton.prefill")
 
-DRAIN_TIMEOUT_MAX_S = 600.0
-RATE_WEIGHT = 0.3
-"""How much the newest prompt counts in the measured token rate."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:
-    """What a gateway asks for. `label` None: it did not say."""
+    """What a gateway asks for. `label` None: it did not say; `tenant`: whose turns it takes."""
 
     request_id: str
     log: HeldLog
     capability: str
     label: PairLabel | None
     kv_only: bool
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +78,9 @@ class Pipeline:
         self._measures = measures
         self._clock = clock
         self._chunk_tokens = chunk_tokens
-        self._runs: dict[str, PromptRun] = {}
+        self._runs: dict[str, LastingRun[OutputToken | None]] = {}
         self._is_draining = False
-        self._token_rate = 0.0
+        turns.token_rate = parts.prefill_rate
         measures.pending_requests.follow(lambda: float(len(turns.scheduler)))
         measures.waiting_requests.follow(lambda: float(turns.scheduler.queued))
         measures.running_requests.follow(
@@ -92,8 +90,8 @@ class Pipeline:
 
     @property
     def token_rate(self) -> float:
-        """Measured prompt tokens per second of computation; 0 before the first prompt."""
-        return self._token_rate
+        """Measured prompt tokens per second of computation; 0 where nobody measured."""
+        return self._turns.token_rate
 
     @property
     def is_draining(self) -> bool:
@@ -132,17 +130,6 @@ class Pipeline:
         self._turns.refuse(request_id, error)
         return True
 
-    async def start(self) -> None:
-        """A part of the service: runs come by themselves."""
-
-    async def drain(self) -> None:
-        """Take no new runs; returns when none is left."""
-        await self.drain_within(DRAIN_TIMEOUT_MAX_S)
-
-    async def stop(self) -> None:
-        """Runs still under way are cancelled with their calls."""
-        self._is_draining = True
-
     async def drain_within(self, timeout_s: float) -> int:
         """Take no new runs; the number that still ran when the wait ended."""
         self._is_draining = True
@@ -157,31 +144,54 @@ class Pipeline:
         if order.label is not None:
             require_match(self._parts.label, order.label)
         entered_s = self._clock.monotonic_s()
-        with self._turns.entered(order.request_id, token_rate=self._token_rate) as turns:
+        parts = self._parts
+        turns = PromptTurns(self._turns, order.request_id, parts.compute, parts.engine)
+        with self._turns.entered(order.request_id, order.tenant):
             await faults.reach("prefill.after_accept")
             with span(LOG_REPLAY):
-                view = await self._parts.store.replay(
-                    order.log.log_id,
-                    order.capability,
-                    self._parts.geometry.block_tokens,
-                    generation=order.log.generation,
-                )
+                view = await self._replay(order, order.log)
             self._check(view)
             replay_s = self._clock.monotonic_s() - entered_s
-            run = PromptRun(self._parts, view, self._terms(order, view, on_commit))
-            self._turns.scheduler.set_tokens(order.request_id, run.missing_tokens)
+            run = LastingRun(self._parts, view, self._steps(order, on_commit, turns))
             self._runs[order.request_id] = run
-
-            def lost(error: ServiceError) -> None:
-                _log.warning("log_lost", reason=error.reason.value)
-                self.cancel(order.request_id, error)
-
             try:
-                with self._parts.held.holding(run.log, lost):
-                    first = await self._sealed(order, view, run, turns)
-                    return self._measured(view, run, first, (entered_s, replay_s))
+                ended = await run.run()
+                self._parts.held.discard(ended.view.head.held)
+                return self._measured(ended, (entered_s, replay_s))
             finally:
                 del self._runs[order.request_id]
+
+    def _steps(
+        self, order: RunOrder, on_commit: OnCommit, turns: PromptTurns
+    ) -> RunSteps[OutputToken | None]:
+        def begin(view: LogView) -> PromptRun:
+            run = PromptRun(self._parts, view, self._terms(order, view, on_commit))
+            self._turns.scheduler.set_tokens(order.request_id, run.missing_tokens)
+            return run
+
+        async def work(run: PromptRun, view: LogView) -> OutputToken | None:
+            return await self._sealed(order, view, run, turns)
+
+        def sealed(view: LogView) -> OutputToken | None:
+            tokens = replay_output(view, self._parts.rule, self._parts.tokenizer)[1]
+            return tokens[0] if tokens else None
+
+        async def replay(log: HeldLog) -> LogView:
+            return await self._replay(order, log)
+
+        def lost(error: ServiceError) -> None:
+            _log.warning("log_lost", reason=error.reason.value)
+            self.cancel(order.request_id, error)
+
+        return RunSteps(begin=begin, work=work, sealed=sealed, replay=replay, on_lost=lost)
+
+    async def _replay(self, order: RunOrder, log: HeldLog) -> LogView:
+        return await self._parts.store.replay(
+            log.log_id,
+            order.capability,
+            self._parts.geometry.block_tokens,
+            generation=log.generation,
+        )
 
     async def _sealed(
         self, order: RunOrder, view: LogView, run: PromptRun, turns: PromptTurns
@@ -218,22 +228,15 @@ class Pipeline:
         )
 
     def _measured(
-        self,
-        view: LogView,
-        run: PromptRun,
-        first: OutputToken | None,
-        began: tuple[float, float],
+        self, ended: EndedRun[OutputToken | None], began: tuple[float, float]
     ) -> SealedRun:
         """`began`: when the run was admitted, and the seconds until its log was replayed."""
-        times, head = run.times, view.head
+        run, first = ended.run, ended.result
+        times, head = run.times, ended.view.head
         self._measures.queue_seconds.observe(times.queue_s)
         self._measures.compute_seconds.observe(times.compute_s)
         self._measures.pack_seconds.observe(times.pack_s)
         self._measures.hit_tokens.add(head.cached_tokens)
-        if times.compute_s > 0.0 and run.missing_tokens:
-            rate = run.missing_tokens / times.compute_s
-            old = self._token_rate or rate
-            self._token_rate = old + RATE_WEIGHT * (rate - old)
         return SealedRun(
             first_token=first,
             prompt_tokens=head.prompt_tokens,

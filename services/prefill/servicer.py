@@ -17,8 +17,9 @@ from baton.text.stream import TokenBytes
 from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.label import label_from_proto
 from baton.worker.chunker import Chunk
+from baton.worker.draining import Draining
 from baton.worker.wire_events import exactness_to_proto, token_to_proto, usage_to_proto
-from services.prefill.pipeline import DRAIN_TIMEOUT_MAX_S, Pipeline, RunOrder, SealedRun
+from services.prefill.pipeline import Pipeline, RunOrder, SealedRun
 
 REQUEST_ID_CHARS_MAX: Final = 256
 
@@ -28,8 +29,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Implements PrefillService over one pipeline."""
 
-    def __init__(self, pipeline: Pipeline, tokenizer: TokenBytes) -> None:
+    def __init__(self, pipeline: Pipeline, tokenizer: TokenBytes, draining: Draining) -> None:
         self._pipeline = pipeline
+        self._draining = draining
         self._tokenizer = tokenizer
 
     # A coroutine that writes, not a generator: a chunk is told from inside the run's own task.
@@ -59,9 +61,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Drain(
         self, request: prefill_pb2.DrainRequest, context: _Context
     ) -> prefill_pb2.DrainResponse:
-        """Takes no new runs and waits for those under way."""
-        timeout_s = min(duration_from_proto(request.timeout), DRAIN_TIMEOUT_MAX_S)
-        return prefill_pb2.DrainResponse(remaining=await self._pipeline.drain_within(timeout_s))
+        """Takes no new runs, waits for those under way, then ends the process."""
+        timeout_s = duration_from_proto(request.timeout)
+        return prefill_pb2.DrainResponse(remaining=await self._draining.by_call(timeout_s))
 
     def _sealed(self, sealed: SealedRun) -> prefill_pb2.Sealed:
         message = prefill_pb2.Sealed(
@@ -99,4 +101,5 @@ def _order(request: prefill_pb2.RunRequest) -> RunOrder:
         capability=request.capability,
         label=label_from_proto(request.label) if request.HasField("label") else None,
         kv_only=request.kv_only,
+        tenant=request.tenant,
     )
