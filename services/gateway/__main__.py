@@ -8,16 +8,21 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
+import structlog
+
 from baton.api.gateway.v1 import gateway_pb2_grpc
+from baton.api.gateway.v1 import sessions_pb2_grpc as gateway_sessions_pb2_grpc
 from baton.capability import CapabilitySigner, CapabilityVerifier, is_dev_key
 from baton.client import ChannelPool
 from baton.cluster_key import cluster_key
 from baton.config import load_config_or_exit
 from baton.engine.config import read_config
+from baton.engine.label import config_fields, rope_fields, weight_hashes
 from baton.errors import ServiceError, StartupError
 from baton.faults import faults
 from baton.http_server import HttpServer
 from baton.ids import new_incarnation
+from baton.kv.digests import model_digest, rope_digest
 from baton.lifecycle import Service, every, run_service
 from baton.log import configure_logging
 from baton.metrics import Metrics
@@ -45,14 +50,20 @@ from services.gateway.opening import SequenceParts
 from services.gateway.planner import Planner, PlanRules
 from services.gateway.prefix_cache import PrefixCache
 from services.gateway.prompts import ServedModel
-from services.gateway.registry import Registry
+from services.gateway.redis_measures import RedisMeasures
+from services.gateway.registry import Registry, WorkerRecord
 from services.gateway.rest.application import RestApplication, with_cors
 from services.gateway.rest.routes import RestLimits, Routes
 from services.gateway.servicer import GatewayServicer
 from services.gateway.servicer_registry import RegistryServicer
+from services.gateway.servicer_sessions import SERVICE_NAME as SESSIONS_SERVICE
+from services.gateway.servicer_sessions import SessionsServicer
 from services.gateway.shared_limits import SharedLimits
+from services.gateway.shared_store import SharedStore
 from services.gateway.sharing import start_redis, start_sharing
 from services.gateway.traces import TraceGatherer
+
+_log = structlog.stdlib.get_logger("baton.gateway")
 
 NAME: Final = "gateway"
 GATEWAY_SERVICE: Final = "baton.api.gateway.v1.GatewayService"
@@ -82,6 +93,11 @@ async def wire(service: Service, config: GatewayConfig) -> None:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
         GatewayServicer(core, authenticator, hub),
         GATEWAY_SERVICE,
+    )
+    server.register(
+        gateway_sessions_pb2_grpc.add_SessionsServiceServicer_to_server,
+        SessionsServicer(core, authenticator),
+        SESSIONS_SERVICE,
     )
     registry = RegistryServicer(
         hub,
@@ -125,6 +141,7 @@ async def _core(
     model = load_model(config.model)
     channels = ChannelPool()
     await service.start("channels", channels)
+    _connect_to_who_is_heard(service, hub, channels)
     stores, prefills, decodes = (
         StoreClient(channels),
         PrefillClient(channels),
@@ -132,7 +149,7 @@ async def _core(
     )
     prefix_client = PrefixClient(channels)
     mint = CapabilityMint(CapabilitySigner(key, service.clock))
-    cleanup = Cleanup(stores, prefills, decodes, service.spawn)
+    cleanup = Cleanup(stores, prefills, decodes, service.spawn, service.clock)
     await service.start("cleanup", cleanup)
     streams = DecodeStreams(
         channels,
@@ -145,10 +162,11 @@ async def _core(
     rules = PlanRules(
         mode=config.prefill_mode,
         tokenizer_hash=model.tokenizer.tokenizer_hash(),
+        model=model_digests(config.model),
         prefill_queue_max=config.prefill_queue_max,
     )
     parts = SequenceParts(
-        planner=Planner(hub, rules, streams.sequences_on),
+        planner=Planner(hub, rules),
         stores=stores,
         prefills=prefills,
         decodes=decodes,
@@ -170,11 +188,33 @@ async def _core(
     measures.follow_running(lambda: limits.running, lambda: cleanup.pending)
     measures.follow_handoffs(parts.handoffs)
     measures.follow_workers(hub)
+    measures.follow_mismatched(parts.planner)
     if config.vllm_metric_names:
         show_vllm_names(metrics, model.name)
-    across = await _across_gateways(service, config, hub, channels, (key, incarnation))
+    link = await _redis(service, config, RedisMeasures(metrics))
+    across = await _across_gateways(service, config, hub, channels, (link, key, incarnation))
     admission = Admission(limits, RateLimits(requests_per_minute, service.clock), across)
     return GatewayCore(model, parts, hub, admission, measures), streams
+
+
+def _connect_to_who_is_heard(service: Service, hub: WorkerHub, channels: ChannelPool) -> None:
+    """Who is heard can be called: also where the last try to connect has just failed."""
+
+    def connect_again(record: WorkerRecord) -> None:
+        channel = channels.detach_failed(record.address)
+        if channel is not None:
+            service.spawn(f"close-channel-{record.worker_id}", channel.close())
+
+    hub.on_heard(connect_again)
+
+
+async def _redis(
+    service: Service, config: GatewayConfig, measures: RedisMeasures
+) -> SharedStore | None:
+    """The link to Redis, if there is to be one."""
+    if config.redis_url is None:
+        return None
+    return await start_redis(service, config.redis_url, measures)
 
 
 async def _across_gateways(
@@ -182,15 +222,15 @@ async def _across_gateways(
     config: GatewayConfig,
     hub: WorkerHub,
     channels: ChannelPool,
-    identity: tuple[bytes, int],
+    identity: tuple[SharedStore | None, bytes, int],
 ) -> SharedLimits | None:
-    """Limits and hints over Redis, if there is one. `identity`: cluster key, incarnation."""
-    if config.redis_url is None:
+    """Limits and hints over Redis, if there is one. `identity`: link, cluster key, incarnation."""
+    link, key, incarnation = identity
+    if link is None:
         return None
-    key, incarnation = identity
     return await start_sharing(
         service,
-        await start_redis(service, config.redis_url),
+        link,
         hub,
         channels,
         key=key,
@@ -216,6 +256,18 @@ def load_model(name_or_path: str) -> ServedModel:
         context_max=context_max,
         created_wall_s=int(files.path.stat().st_mtime),
     )
+
+
+def model_digests(name_or_path: str) -> tuple[bytes, bytes] | None:
+    """(model digest, RoPE digest) that workers of this model state; None without its weights."""
+    path = resolve(name_or_path).path
+    try:
+        config = read_config(path)
+        digests = model_digest(config_fields(config), weight_hashes(path))
+    except ServiceError as error:
+        _log.warning("workers_believed", why=error.message)
+        return None
+    return digests, rope_digest(rope_fields(config))
 
 
 def _authenticator(config: GatewayConfig) -> Authenticator:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import structlog
 
+from baton.clock import SystemClock, WaitingClock
 from baton.errors import Reason, ServiceError
 from services.gateway.clients import DecodeClient, PrefillClient, StoreClient
 from services.gateway.legs import Leg
@@ -21,6 +22,10 @@ _log = structlog.stdlib.get_logger("baton.gateway.cleanup")
 Spawn = Callable[[str, Coroutine[Any, Any, None]], None]
 
 STOP_WAIT_S: Final = 4.0
+CLOSE_TRIES_MAX: Final = 6
+CLOSE_PAUSE_S: Final = 0.5
+
+_SILENT: Final = frozenset({Reason.WORKER_LOST, Reason.DEADLINE_EXCEEDED, Reason.DRAINING})
 
 _ENDED_ALREADY: Final = frozenset({Reason.LOG_NOT_FOUND, Reason.NOT_FOUND, Reason.UNSUPPORTED})
 
@@ -29,12 +34,18 @@ class Cleanup:
     """Ends logs in the background."""
 
     def __init__(
-        self, stores: StoreClient, prefills: PrefillClient, decodes: DecodeClient, spawn: Spawn
+        self,
+        stores: StoreClient,
+        prefills: PrefillClient,
+        decodes: DecodeClient,
+        spawn: Spawn,
+        clock: WaitingClock | None = None,
     ) -> None:
         self._stores = stores
         self._prefills = prefills
         self._decodes = decodes
         self._spawn = spawn
+        self._clock = clock or SystemClock()
         self._pending = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -76,7 +87,7 @@ class Cleanup:
 
     async def _abandon(self, leg: Leg) -> None:
         """The fence first: from then on nobody writes, whatever the worker does."""
-        address = leg.plan.kvstore_address
+        address = leg.home
         await _tried("fence", leg, self._stores.cancel(address, leg.log_id, leg.control))
         if leg.is_running:
             request_id, control = leg.request.request_id, leg.control
@@ -93,9 +104,19 @@ class Cleanup:
             # The answer ended before it came to decode: the slot is somebody else's now.
             release = self._decodes.cancel(leg.plan.decode, leg.request.request_id, leg.control)
             await _tried("release_slot", leg, release)
+        await _tried("close", leg, self._close_at_last(leg))
+
+    async def _close_at_last(self, leg: Leg) -> None:
+        """Asked again for a while: a kvstore that restarts would keep the log until its time."""
         drop = leg.request.is_dropped_at_end
-        closing = self._stores.close(leg.plan.kvstore_address, leg.log_id, leg.control, drop=drop)
-        await _tried("close", leg, closing)
+        for attempt in range(1, CLOSE_TRIES_MAX + 1):
+            try:
+                await self._stores.close(leg.home, leg.log_id, leg.control, drop=drop)
+                return
+            except ServiceError as error:
+                if error.reason not in _SILENT or attempt == CLOSE_TRIES_MAX:
+                    raise
+            await self._clock.wait(asyncio.Event(), CLOSE_PAUSE_S * attempt)
 
 
 async def _tried(step: str, leg: Leg, work: Awaitable[None]) -> None:

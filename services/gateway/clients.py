@@ -82,6 +82,11 @@ class StoreClient:
     def __init__(self, channels: ChannelPool) -> None:
         self._channels = channels
 
+    @property
+    def channels(self) -> ChannelPool:
+        """The channels that calls go over."""
+        return self._channels
+
     def stub(self, address: str) -> kvstore_pb2_grpc.KVStoreServiceAsyncStub:
         """The stub of one store."""
         return kvstore_pb2_grpc.KVStoreServiceStub(self._channels.get(address))
@@ -98,16 +103,19 @@ class StoreClient:
             sampling=sampling_to_proto(request.sampling),
             prompt_token_ids=request.prompt.token_ids,
             manifest=None if base is None else manifest_to_proto(base),
+            parent=_parent(leg) if base is None else None,
             cache_mode=cache_mode_to_proto(request.cache_mode),
             cache_salt=request.cache_salt or "",
             output_pages=1,
             drop_at_end=request.is_dropped_at_end,
         )
         message.body_hash = body_hash(_retryable_body(message))
+        # Measured, so no part of what a retry repeats.
+        message.compute_tokens_per_s = plan.writer.prompt_token_rate or 0.0
         try:
             answer = await self.stub(plan.kvstore_address).Open(message, timeout=OPEN_TIMEOUT_S)
         except ServiceError as error:
-            raise _unanswered(error) from error
+            raise _in_callers_words(_unanswered(error), request.prompt_field) from error
         return Opened(
             generation=answer.generation,
             cached_tokens=answer.cached_tokens,
@@ -138,6 +146,14 @@ class StoreClient:
         )
 
 
+def _parent(leg: Leg) -> common_pb2.LogPosition | None:
+    """The log to begin from, where it stands at the plan's store."""
+    parent = leg.request.parent
+    if parent is None or parent.address != leg.plan.kvstore_address:
+        return None
+    return common_pb2.LogPosition(log_id=parent.log_id, position=parent.position)
+
+
 def _retryable_body(message: kvstore_pb2.OpenRequest) -> bytes:
     """What makes two Opens the same request: everything but the capability's expiry."""
     body = kvstore_pb2.OpenRequest()
@@ -158,6 +174,19 @@ def _unanswered(error: ServiceError) -> ServiceError:
         return error
     return ServiceError(
         Reason.WORKER_LOST, "the kvstore did not answer; try again shortly", retry_after_s=1.0
+    )
+
+
+def _in_callers_words(error: ServiceError, prompt_field: str) -> ServiceError:
+    """A store's refusal of the prompt names what the caller sent, not what we made of it."""
+    if error.field != "prompt_token_ids":
+        return error
+    return ServiceError(
+        error.reason,
+        error.message,
+        field=prompt_field,
+        metadata=error.metadata,
+        retry_after_s=error.retry_after_s,
     )
 
 
@@ -203,6 +232,7 @@ class PrefillClient:
             capability=capability,
             label=label_message(worker),
             kv_only=kv_only,
+            tenant=leg.request.tenant.name,
         )
         call = self._stub(worker.address).Run(message, timeout=timeout_s)
         try:

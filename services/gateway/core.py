@@ -18,6 +18,7 @@ from baton.sampling_parameters import SamplingParameters
 from baton.stages import RECEIVE, TOKENISE
 from baton.tracing import span
 from services.gateway.answers import Emit, Events, Member, running
+from services.gateway.client_sessions import Session, SessionClient
 from services.gateway.hub import WorkerHub
 from services.gateway.legs import CapabilityMint
 from services.gateway.limits import Admission
@@ -27,8 +28,18 @@ from services.gateway.planner import PlanRequest
 from services.gateway.prompts import ServedModel, resolve_sampling
 from services.gateway.publishing import Publisher
 from services.gateway.registry import WorkerRole
-from services.gateway.request import CacheMode, Prompt, SequenceRequest, Tenant
+from services.gateway.request import (
+    CacheMode,
+    ChatPrompt,
+    Continues,
+    EncodedPrompt,
+    Prompt,
+    SequenceRequest,
+    SessionRef,
+    Tenant,
+)
 from services.gateway.sequence import Sequence as SequenceRun
+from services.gateway.session_calls import Continuation, Sessions
 
 SEED_BITS = 63
 
@@ -52,6 +63,7 @@ class Ask:
     max_tokens_field: str = "max_tokens"
     request_id: str | None = None
     received_s: float | None = None
+    continues: Continues | None = None
 
 
 class GatewayCore:
@@ -70,6 +82,7 @@ class GatewayCore:
         self.limits = limits
         self.measures = measures
         self.publisher = Publisher(parts, model, new_request_id)
+        self.sessions = Sessions(parts, model, SessionClient(parts.stores.channels))
         self._parts = parts
         self._cancels: dict[tuple[str, str], Callable[[], None]] = {}
 
@@ -131,9 +144,15 @@ class GatewayCore:
         seed, context_max = secrets.randbits(SEED_BITS), self.context_max()
         base_id = ask.request_id or new_request_id()
         with span(TOKENISE, prompts=len(ask.prompts)):
-            tokenised = [
-                (await self.model.encode(prompt, field), field) for prompt, field in ask.prompts
-            ]
+            continuation = await self._continued(ask)
+            if continuation is None:
+                tokenised = [
+                    (await self.model.encode(prompt, field), field) for prompt, field in ask.prompts
+                ]
+            else:
+                ids = continuation.token_ids
+                spelt = EncodedPrompt(token_ids=ids, rendered=self.model.spell(ids))
+                tokenised = [(spelt, ask.prompts[0][1])]
         ready_s = self.clock.monotonic_s()
         stages = {RECEIVE: began_s - received_s, TOKENISE: ready_s - began_s}
         members: list[Member] = []
@@ -156,7 +175,10 @@ class GatewayCore:
                 received_s=received_s,
                 deadline_s=received_s + ask.timeout_s,
                 ready_s=ready_s,
+                prompt_field=field,
                 stage_seconds=stages,
+                parent=None if continuation is None else continuation.point.head,
+                session=None if continuation is None else _ref_of(continuation.point.session),
             )
             first = len(members)
             members += [
@@ -164,6 +186,20 @@ class GatewayCore:
                 for sample in range(ask.answers)
             ]
         return members
+
+    async def _continued(self, ask: Ask) -> Continuation | None:
+        """The history that a request goes on with, if it names one."""
+        if ask.continues is None:
+            return None
+        ((prompt, _),) = ask.prompts
+        assert isinstance(prompt, ChatPrompt)
+        return await self.sessions.continued(
+            ask.tenant,
+            ask.continues.wanted,
+            prompt.turns,
+            field=ask.continues.field,
+            has_header=prompt.has_assistant_header,
+        )
 
     @asynccontextmanager
     async def run(self, members: Sequence[Member]) -> AsyncIterator[Events]:
@@ -189,4 +225,8 @@ class GatewayCore:
         return True
 
     def _runner(self, request: SequenceRequest, emit: Emit) -> SequenceRun:
-        return SequenceRun(self._parts, request, emit)
+        return SequenceRun(self._parts, request, self.sessions.naming(request, emit))
+
+
+def _ref_of(session: Session | None) -> SessionRef | None:
+    return None if session is None else session.ref

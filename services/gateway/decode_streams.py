@@ -1,7 +1,8 @@
 """One long-lived `Decode.Run` stream per decode worker, shared by all sequences there.
 
 Owns the streams, their readers and which sequence an event belongs to. A reader never waits for a
-client: it puts into bounded inboxes. A broken stream or a dead worker tells every sequence on it.
+client: it puts into bounded inboxes. A broken stream or a dead worker tells every sequence on it,
+and the worker gets no new work until it is heard again; so does each heartbeat that says draining.
 Never decides what happens then (that is `sequence`).
 """
 
@@ -41,7 +42,8 @@ class DecodeStream:
 
     def __init__(self, worker: WorkerRecord, clock: WaitingClock) -> None:
         self.worker = worker
-        self.heard_s = clock.monotonic_s()
+        self._opened_s = clock.monotonic_s()
+        self._heard_s: float | None = None
         self._clock = clock
         self._inboxes: dict[str, Inbox] = {}
         self._commands: asyncio.Queue[Command] = asyncio.Queue(COMMANDS_MAX)
@@ -49,21 +51,26 @@ class DecodeStream:
         self._is_broken = False
 
     @property
+    def heard_s(self) -> float:
+        """When it last carried something, or was opened."""
+        return self._opened_s if self._heard_s is None else self._heard_s
+
+    def alive_s(self, beat_s: float | None) -> float:
+        """The worker's last sign of life, its last heartbeat included."""
+        signs = [sign for sign in (self._heard_s, beat_s) if sign is not None]
+        return max(signs, default=self._opened_s)
+
+    @property
     def is_broken(self) -> bool:
         """True once it carries nothing any more."""
         return self._is_broken
-
-    @property
-    def sequences(self) -> int:
-        """Sequences on this stream."""
-        return len(self._inboxes)
 
     def start(self, command: StartCommand) -> Inbox:
         """Send a start and return where its events will come."""
         if self._is_broken:
             raise ServiceError(Reason.WORKER_LOST, "the stream to the decode worker broke")
         self._send(command)
-        inbox = Inbox(self._clock)
+        inbox = Inbox(self._clock, start_s_max=command.start_s_max)
         self._inboxes[command.request_id] = inbox
         return inbox
 
@@ -90,12 +97,26 @@ class DecodeStream:
                 retry_after_s=1.0,
             ) from error
 
-    def lose(self, why: str, since_s: float | None = None) -> None:
-        """The worker counts as dead: every sequence hears it now.
+    def lose_overdue(self) -> None:
+        """Sequences that a living worker says nothing of any more go on without it."""
+        for request_id, inbox in tuple(self._inboxes.items()):
+            if inbox.is_overdue:
+                now_s = self._clock.monotonic_s()
+                inbox.put(Lost(why="the worker said nothing of this sequence", since_s=now_s))
+                self.stop(request_id)
 
-        `since_s`: its last sign of life, when that is a while ago.
+    def announce_leaving(self) -> None:
+        """The worker drains: every sequence hears it, and may move."""
+        for inbox in self._inboxes.values():
+            inbox.leave()
+
+    def lose(self, why: str, since_s: float | None = None, *, is_cut: bool = False) -> None:
+        """The worker counts as dead, or as out of reach: every sequence hears it now.
+
+        `since_s`: its last sign of life, when that is a while ago. `is_cut`: see `Lost`.
         """
-        lost = Lost(why=why, since_s=self._clock.monotonic_s() if since_s is None else since_s)
+        now_s = self._clock.monotonic_s()
+        lost = Lost(why=why, since_s=now_s if since_s is None else since_s, is_cut=is_cut)
         self._is_broken = True
         self._closing.set()
         inboxes, self._inboxes = self._inboxes, {}
@@ -104,7 +125,7 @@ class DecodeStream:
 
     async def run(self, opened: OpenStream) -> None:
         """Read until the stream ends, however it ends; never raises but for a cancel."""
-        why = "the decode worker ended the stream"
+        why, is_cut = "the decode worker ended the stream", False
         try:
             async with asyncio.TaskGroup() as group:
                 reading = group.create_task(self._read(opened))
@@ -114,13 +135,14 @@ class DecodeStream:
                 closing.cancel()
         except* ServiceError as errors:
             why = f"the stream to the decode worker broke: {errors.exceptions[0]}"
+            is_cut = all(_is_cut(error) for error in errors.exceptions)
         finally:
             _log.info("decode_stream_closed", worker=self.worker.worker_id, why=why)
-            self.lose(why)
+            self.lose(why, is_cut=is_cut)
 
     async def _read(self, opened: OpenStream) -> None:
         async for events in opened(self._queued()):
-            self.heard_s = self._clock.monotonic_s()
+            self._heard_s = self._clock.monotonic_s()
             for one in events:
                 self._deliver(one)
 
@@ -136,6 +158,13 @@ class DecodeStream:
             self.stop(one.request_id)
         elif inbox.is_closed:
             self.forget(one.request_id)
+
+
+def _is_cut(error: BaseException) -> bool:
+    """Nobody at the worker said so: the connection is gone, by itself or with its process."""
+    if not isinstance(error, ServiceError):
+        return False
+    return error.reason is Reason.WORKER_LOST and "grpc_code" in error.metadata
 
 
 class DecodeStreams:
@@ -156,6 +185,13 @@ class DecodeStreams:
         self._spawn = spawn
         self._hello = hello
         self._streams: dict[str, DecodeStream] = {}
+        hub.on_heard(self._heard)
+
+    def _heard(self, record: WorkerRecord) -> None:
+        """A worker that drains says so with every beat: who could not move may, by the next."""
+        stream = self._streams.get(record.worker_id) if record.is_draining else None
+        if stream is not None and stream.worker.incarnation == record.incarnation:
+            stream.announce_leaving()
 
     def to(self, worker: WorkerRecord) -> DecodeStream:
         """The stream to this run of a worker, opened at first use."""
@@ -170,13 +206,13 @@ class DecodeStreams:
         def opened(commands: AsyncIterator[Command]) -> AsyncIterator[list[Addressed]]:
             return run_stream(self._channels, worker, self._hello, commands)
 
-        self._spawn(f"decode-stream-{worker.worker_id}", stream.run(opened))
+        self._spawn(f"decode-stream-{worker.worker_id}", self._run(stream, opened))
         return stream
 
-    def sequences_on(self, worker_id: str) -> int:
-        """Sequences that this gateway has on a worker."""
-        stream = self._streams.get(worker_id)
-        return 0 if stream is None else stream.sequences
+    async def _run(self, stream: DecodeStream, opened: OpenStream) -> None:
+        await stream.run(opened)
+        # Before any of its sequences looks for another worker: this one is not the answer.
+        self._hub.doubt(stream.worker)
 
     async def watch(self) -> None:
         """Give up streams whose worker is dead: silent in the registry and on the stream."""
@@ -190,11 +226,13 @@ class DecodeStreams:
             if newest is not None and newest.incarnation != stream.worker.incarnation:
                 stream.lose("the decode worker restarted")
             elif not is_alive and silence_s > self._hub.dead_after_s:
-                heard_s = self._hub.heard_s(worker_id, stream.worker.incarnation) or 0.0
+                beat_s = self._hub.heard_s(worker_id, stream.worker.incarnation)
                 stream.lose(
                     f"the decode worker was silent for {silence_s:.1f} s",
-                    since_s=max(stream.heard_s, heard_s),
+                    since_s=stream.alive_s(beat_s),
                 )
+            else:
+                stream.lose_overdue()
 
     async def start(self) -> None:
         """Nothing: streams open at first use."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Final
 
 from baton.api.decode.v1 import decode_pb2, decode_pb2_grpc
 from baton.client import ChannelPool
 from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.errors import error_from_proto
-from services.gateway.inbox import Failed, SequenceEvent, Started, Token
+from services.gateway.inbox import Failed, SequenceEvent, Started, Token, Waiting
 from services.gateway.registry import WorkerRecord
+from services.gateway.request import ServiceClass
 from services.gateway.wire import (
     delta_from_proto,
     exactness_from_proto,
@@ -22,10 +24,15 @@ from services.gateway.wire import (
     usage_from_proto,
 )
 
+_CLASSES: Final = {
+    ServiceClass.INTERACTIVE: decode_pb2.SERVICE_CLASS_INTERACTIVE,
+    ServiceClass.BATCH: decode_pb2.SERVICE_CLASS_BATCH,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCommand:
-    """What a sequence asks of a decode worker."""
+    """What a sequence asks of a decode worker. `start_s_max`: seconds until it must have begun."""
 
     request_id: str
     log_id: bytes
@@ -35,6 +42,10 @@ class StartCommand:
     is_local_prefill: bool
     deadline_in_s: float
     traceparent: str | None
+    start_s_max: float = math.inf
+    tenant: str = ""
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +63,7 @@ class Addressed:
     """An event and the sequence it belongs to."""
 
     request_id: str
-    event: SequenceEvent
+    event: SequenceEvent | Waiting
 
 
 async def run_stream(
@@ -96,10 +107,13 @@ def _start(command: StartCommand, worker: WorkerRecord) -> decode_pb2.StartSeque
         label=label_message(worker),
         deadline=duration_to_proto(max(command.deadline_in_s, 0.001)),
         traceparent=command.traceparent or "",
+        tenant=command.tenant,
+        service_class=_CLASSES[command.service_class],
+        priority=command.priority,
     )
 
 
-def _event(message: decode_pb2.SequenceEvent) -> SequenceEvent | None:
+def _event(message: decode_pb2.SequenceEvent) -> SequenceEvent | Waiting | None:
     """The event; None for a kind that this version does not know."""
     kind = message.WhichOneof("event")
     if kind == "token":
@@ -111,6 +125,8 @@ def _event(message: decode_pb2.SequenceEvent) -> SequenceEvent | None:
         )
     if kind == "started":
         return _started(message.started)
+    if kind == "waiting":
+        return Waiting()
     if kind == "error":
         return Failed(error=error_from_proto(message.error))
     return None

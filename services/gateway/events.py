@@ -90,9 +90,22 @@ class TokenDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionMark:
+    """What became of the session that an answer was given in. `refusal`: why it does not name the
+    answer's end (somebody changed it meanwhile, say); the answer stands under its response id.
+    """
+
+    session_id: str
+    generation: int
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """The answer is complete. `stage_seconds` uses the names of `baton.stages`; `first_token_s` is
-    when the first token was ready, in this process's monotonic time.
+    when the first token was ready, in this process's monotonic time. `brought` says how the log
+    came to the decode worker's kvstore where that is another one; `hidden_transfer_share` is the
+    part of a moved log's bytes that was copied while its prompt was computed.
     """
 
     finish: FinishReason
@@ -117,6 +130,9 @@ class Completed:
     is_fallback: bool = False
     transfer_bytes: int = 0
     transport: str | None = None
+    hidden_transfer_share: float | None = None
+    brought: str | None = None
+    session: SessionMark | None = None
 
     @property
     def time_per_output_token_s(self) -> float | None:

@@ -43,6 +43,14 @@ class WorkerHub:
         """Call `listener` with each record taken; it must return at once."""
         self._listeners.append(listener)
 
+    def doubt(self, worker: WorkerRecord) -> None:
+        """A connection to this run of a worker broke or was refused."""
+        self._registry.doubt(worker.worker_id, worker.incarnation, self._clock.monotonic_s())
+
+    def is_doubting(self) -> bool:
+        """Whether some worker is only in doubt."""
+        return self._registry.is_doubting(self._clock.monotonic_s())
+
     def hint(self, record: WorkerRecord) -> bool:
         """Note a worker that another gateway heard; False when it is known already."""
         return self._registry.hint(record, self._clock.monotonic_s())

@@ -29,6 +29,7 @@ CONTROL_RIGHTS: Final = frozenset(
     }
 )
 PREFILL_RIGHTS: Final = frozenset({Right.READ, Right.WRITE, Right.SEAL, Right.CANCEL})
+MOVE_RIGHTS: Final = frozenset({Right.MOVE})
 DECODE_RIGHTS: Final = frozenset({Right.READ, Right.TAKE, Right.WRITE, Right.SEAL, Right.CANCEL})
 
 
@@ -87,6 +88,11 @@ class Plan:
         """The kvstore of the writer's node."""
         return self.writer.kvstore_address
 
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether the log has to move before the decode worker can take it."""
+        return self.decode.kvstore_address != self.kvstore_address
+
 
 @dataclass(slots=True, kw_only=True)
 class Leg:
@@ -104,3 +110,10 @@ class Leg:
     """A worker may be working on it: a cancel must tell it."""
     is_reserved: bool = False
     """The decode worker may hold a slot for it that no sequence has taken yet."""
+    moved_to: str | None = None
+    """The kvstore it moved to, if it did."""
+
+    @property
+    def home(self) -> str:
+        """The address of the kvstore that owns the log."""
+        return self.moved_to or self.plan.kvstore_address

@@ -13,19 +13,13 @@ from baton.errors import Reason
 from baton.ids import log_id_text
 from baton.log import CanonicalLine, log_canonical_line
 from baton.metrics import Metrics
-from baton.metrics_table import (
-    HAND_OFF_STATES,
-    OVERLOAD_REASONS,
-    SERVICES,
-    counter,
-    counter_following,
-    gauge,
-    histogram,
-)
+from baton.metrics_families import HAND_OFF_STATES, OVERLOAD_REASONS, SERVICES
+from baton.metrics_table import counter, counter_following, gauge, histogram
 from baton.stages import KV_TRANSFER, KV_UNPACK, REQUEST_QUEUE_WAIT
 from services.gateway.events import Completed
 from services.gateway.handoffs import HandOffs
 from services.gateway.hub import WorkerHub
+from services.gateway.planner import Planner
 from services.gateway.registry import WorkerLoad, WorkerRole
 
 OK_OUTCOME = "ok"
@@ -55,6 +49,8 @@ class GatewayMeasures:
         self._output_tokens = counter(metrics, "baton_output_tokens")
         self._resumes = counter(metrics, "baton_stream_resumes")
         self._fallbacks = counter(metrics, "baton_prefill_fallbacks")
+        self._brought = counter(metrics, "baton_logs_brought")
+        self._hidden = histogram(metrics, "baton_hidden_transfer_share")
 
     def follow_running(self, read: Callable[[], float], pending: Callable[[], float]) -> None:
         """Gauges of answers under way and of clean-ups not yet done."""
@@ -77,6 +73,16 @@ class GatewayMeasures:
         for role in SERVICES[1:]:
             for routable in ("yes", "no"):
                 workers.follow(cluster.counted(role, routable), role=role, routable=routable)
+
+    def follow_mismatched(self, planner: Planner) -> None:
+        """Ready workers that get no work because their model is not this gateway's."""
+        mismatched = gauge(self._metrics, "baton_workers_mismatched")
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+
+            def count(role: WorkerRole = role) -> float:
+                return float(len(planner.strangers(role)))
+
+            mismatched.follow(count, role=role.value)
 
     def negotiated(self, accept: str | None) -> tuple[bytes, str]:
         """The metrics' text and its content type."""
@@ -126,6 +132,10 @@ class GatewayMeasures:
             self._resumes.add(answer.resumed)
         if answer.is_fallback:
             self._fallbacks.add()
+        if answer.brought is not None:
+            self._brought.add(how=answer.brought)
+        if answer.hidden_transfer_share is not None:
+            self._hidden.observe(answer.hidden_transfer_share)
 
 
 def _reader(handoffs: HandOffs, state: str) -> Callable[[], float]:

@@ -39,6 +39,7 @@ _PREFIX_GONE: Final = frozenset(
     {
         Reason.PREFIX_NOT_FOUND,
         Reason.LOG_NOT_FOUND,
+        Reason.BLOCK_NOT_FOUND,
         Reason.NOT_FOUND,
         Reason.PERMISSION_DENIED,
         Reason.CHECKSUM_MISMATCH,
@@ -91,6 +92,8 @@ class LogOpener:
 
     async def open(self, plan: Plan) -> Leg:
         """A log of this attempt; without the published prefix if that cannot be used."""
+        if self._request.parent is not None:
+            return await self._open_from_parent(plan)
         with self._timeline.stage(SPLICE):
             match = await self._prefix(plan)
         try:
@@ -100,6 +103,17 @@ class LogOpener:
                 raise
             _log.warning("prefix_not_usable", reason=error.reason.value)
             self._parts.prefixes.forget(plan.kvstore_address)
+            return await self._open(plan, None)
+
+    async def _open_from_parent(self, plan: Plan) -> Leg:
+        """A log forked at the exact token; if its parent is gone, from the tokens alone."""
+        try:
+            return await self._open(plan, None)
+        except ServiceError as error:
+            if error.reason not in _PREFIX_GONE:
+                raise
+            _log.warning("parent_not_usable", reason=error.reason.value)
+            self._request = replace(self._request, parent=None)
             return await self._open(plan, None)
 
     async def _open(self, plan: Plan, match: PrefixMatch | None) -> Leg:

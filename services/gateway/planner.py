@@ -5,12 +5,13 @@ Owns the glue between the registry's records and the pure router and policy. No 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
 from baton.errors import Reason, ServiceError
 from baton.kv.label import first_mismatch
+from services.gateway.assignments import Assignment, Assignments
 from services.gateway.hub import WorkerHub
 from services.gateway.legs import Plan
 from services.gateway.policy import PairFacts, Placement, PlacementDecision, PrefillMode, place
@@ -42,10 +43,15 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """What an operator decided, and the tokenizer every worker must share."""
+    """What an operator decided, and what every worker must share.
+
+    `model`: (model digest, RoPE digest) of this gateway's own model files; None where it has only
+    their text parts, and then workers are believed.
+    """
 
     mode: PrefillMode
     tokenizer_hash: bytes
+    model: tuple[bytes, bytes] | None = None
     ttft_budget_s: float = 60.0
     prefill_queue_max: int = 64
 
@@ -53,21 +59,25 @@ class PlanRules:
 class Planner:
     """Chooses workers for one model."""
 
-    def __init__(
-        self, hub: WorkerHub, rules: PlanRules, sequences_on: Callable[[str], int]
-    ) -> None:
+    def __init__(self, hub: WorkerHub, rules: PlanRules) -> None:
         self._hub = hub
         self._mode = rules.mode
         self._tokenizer_hash = rules.tokenizer_hash
+        self._model = rules.model
         self._ttft_budget_s = rules.ttft_budget_s
         self._prefill_queue_max = rules.prefill_queue_max
-        self._sequences_on = sequences_on
+        self._assignments = Assignments()
+        hub.on_heard(lambda record: self._assignments.heard(record.worker_id))
+
+    def assignment(self) -> Assignment:
+        """What one request takes of workers; tell it each choice at once, and the end."""
+        return Assignment(self._assignments)
 
     def plan(self, request: PlanRequest) -> Plan:
         """A plan; raises NO_WORKER or QUEUE_FULL with a time to come back."""
         decodes = self._usable(WorkerRole.DECODE, request)
         prefills = [] if request.is_local_only else self._usable(WorkerRole.PREFILL, request)
-        pairs = [(p, [d for d in decodes if can_pair(p, d)]) for p in prefills]
+        pairs = [(p, [d for d in decodes if can_follow(p, d)]) for p in prefills]
         pairs = [(p, matching) for p, matching in pairs if matching]
         roomy = [pair for pair in pairs if pair[0].load.queued < self._prefill_queue_max]
         decision = place(
@@ -85,17 +95,27 @@ class Planner:
         return self._local(decodes, decision)
 
     def decode_for(
-        self, kvstore_address: str, like: WorkerRecord, excluded: Collection[str]
+        self, kvstore_address: str | None, like: WorkerRecord, excluded: Collection[str]
     ) -> WorkerRecord | None:
-        """A decode worker that can go on with a log of this store and label."""
+        """A decode worker that can go on with a log of this store (None: of any, after a move)
+        and label.
+        """
         found = [
             record
             for record in self._hub.routable(WorkerRole.DECODE)
-            if record.kvstore_address == kvstore_address
+            if kvstore_address in (None, record.kvstore_address)
             and record.worker_id not in excluded
-            and can_pair(like, record)
+            and can_follow(like, record)
         ]
         return self._least_busy(found)
+
+    def doubt(self, worker: WorkerRecord) -> None:
+        """A call to this run of a worker broke or was refused: no new work until it is heard."""
+        self._hub.doubt(worker)
+
+    def is_doubting(self) -> bool:
+        """Whether some worker is only in doubt: a moment's wait may bring it back."""
+        return self._hub.is_doubting()
 
     def is_alive(self, worker: WorkerRecord) -> bool:
         """Whether exactly this run of the worker was heard lately."""
@@ -105,24 +125,63 @@ class Planner:
         """When exactly this run of the worker was heard last, by our clock; None if forgotten."""
         return self._hub.heard_s(worker.worker_id, worker.incarnation)
 
+    def is_store_silent(self, address: str) -> bool:
+        """Whether the kvstore there was heard once and counts as dead now; False if unknown."""
+        return any(
+            status.silence_s > self._hub.dead_after_s
+            for status in self._hub.statuses()
+            if status.record.role is WorkerRole.KVSTORE and status.record.address == address
+        )
+
     def context_max(self) -> int | None:
         """The longest history that every decode worker here holds; None when there is none."""
         limits = [
             record.context_max
             for record in self._hub.routable(WorkerRole.DECODE)
-            if record.context_max > 0
+            if record.context_max > 0 and self._mismatch(record) is None
         ]
         return min(limits, default=None)
+
+    def strangers(self, role: WorkerRole) -> list[tuple[str, str]]:
+        """(worker, field) of the ready workers of a role that are not of this gateway's model."""
+        return [
+            (record.worker_id, field)
+            for record in self._hub.routable(role)
+            if (field := self._mismatch(record)) is not None
+        ]
 
     def _usable(self, role: WorkerRole, request: PlanRequest) -> list[WorkerRecord]:
         return [
             record
             for record in self._hub.routable(role)
             if (record.worker_id, record.incarnation) not in request.excluded_runs
-            and record.label is not None
-            and record.label.tokenizer == self._tokenizer_hash
+            and self._mismatch(record) is None
             and record.kvstore_address
         ]
+
+    def _mismatch(self, record: WorkerRecord) -> str | None:
+        """Why a worker is not of this gateway's model: the field that differs, by name.
+
+        Another model under the same name would answer otherwise, and a prefill and a decode of one
+        model each would pair with nobody or, worse, take turns.
+        """
+        if record.label is None:
+            return "label"
+        if record.label.tokenizer != self._tokenizer_hash:
+            return "tokenizer"
+        if self._model is None:
+            return None
+        return next(
+            (
+                name
+                for name, theirs, ours in (
+                    ("model", record.label.model, self._model[0]),
+                    ("rope", record.label.rope, self._model[1]),
+                )
+                if theirs != ours
+            ),
+            None,
+        )
 
     def _remote(
         self,
@@ -130,7 +189,7 @@ class Planner:
         request: PlanRequest,
         decision: PlacementDecision,
     ) -> Plan:
-        candidates = {p.worker_id: _prefill_candidate(p) for p, _ in pairs}
+        candidates = {p.worker_id: self._prefill_candidate(p) for p, _ in pairs}
         chosen = choose_prefill(
             candidates.values(), request.prompt_tokens, self._ttft_budget_s
         ) or min(
@@ -138,7 +197,7 @@ class Planner:
             key=lambda one: (predicted_ttft_s(one, request.prompt_tokens), one.worker_id),
         )
         prefill, decodes = next(pair for pair in pairs if pair[0].worker_id == chosen.worker_id)
-        decode = self._least_busy(decodes)
+        decode = self._least_busy(decodes, near=prefill.kvstore_address)
         if decode is None:
             raise _full()
         return Plan(decode=decode, prefill=prefill, decision=decision)
@@ -149,23 +208,33 @@ class Planner:
             raise _full()
         return Plan(decode=decode, prefill=None, decision=decision)
 
-    def _least_busy(self, records: list[WorkerRecord]) -> WorkerRecord | None:
+    def _least_busy(
+        self, records: list[WorkerRecord], near: str | None = None
+    ) -> WorkerRecord | None:
+        """`near`: the kvstore where the KV will lie; a log moves only for want of a slot there."""
         by_id = {record.worker_id: record for record in records}
         # Cached pages are evictable, so free pages rank workers here and never refuse a request:
         # Open, at the store, is where pages are decided.
-        chosen = choose_decode((self._decode_candidate(one) for one in records), 0)
+        chosen = choose_decode((self._decode_candidate(one, near) for one in records), 0)
         return None if chosen is None else by_id[chosen.worker_id]
 
-    def _decode_candidate(self, record: WorkerRecord) -> DecodeCandidate:
+    def _decode_candidate(self, record: WorkerRecord, near: str | None) -> DecodeCandidate:
         load = record.load
-        busy = max(load.active + load.queued, self._sequences_on(record.worker_id))
         return DecodeCandidate(
             worker_id=record.worker_id,
-            active=busy,
+            active=self._assignments.sequences(record),
             # A worker queues what does not fit into its batch; four batches deep is enough.
             active_max=max(1, load.active_max) * 4,
             pages_free=load.pages_free,
             tpot_s=load.tpot_s,
+            is_local=near is None or record.kvstore_address == near,
+        )
+
+    def _prefill_candidate(self, record: WorkerRecord) -> PrefillCandidate:
+        return PrefillCandidate(
+            worker_id=record.worker_id,
+            queued_tokens=self._assignments.tokens(record),
+            token_rate=record.load.token_rate or ASSUMED_TOKEN_RATE,
         )
 
     def _refused(self, decision: PlacementDecision) -> ServiceError:
@@ -175,31 +244,31 @@ class Planner:
                 "every prefill worker's queue is full; try again shortly",
                 retry_after_s=NO_WORKER_RETRY_S,
             )
-        role = "decode" if decision.reason == "no_decode_worker" else "prefill"
+        is_decode = decision.reason == "no_decode_worker"
+        role = WorkerRole.DECODE if is_decode else WorkerRole.PREFILL
+        name = "decode" if is_decode else "prefill"
+        strangers = self.strangers(role)
+        problem, metadata = f"no {name} worker is ready", {"role": name}
+        if strangers:
+            field = strangers[0][1]
+            metadata["field"] = field
+            problem = (
+                f"no {name} worker of this gateway's model is ready: of {len(strangers)} the "
+                f"{field} differs; start workers and gateway with the same model files"
+            )
         return ServiceError(
             Reason.NO_WORKER,
-            f"no {role} worker is ready; `baton doctor` and /readyz say what is missing",
-            metadata={"role": role},
+            f"{problem}; `baton doctor` and /readyz say what is missing",
+            metadata=metadata,
             retry_after_s=NO_WORKER_RETRY_S,
         )
 
 
-def can_pair(writer: WorkerRecord, reader: WorkerRecord) -> bool:
-    """Whether `reader` may continue what `writer` wrote: one store, labels that match."""
+def can_follow(writer: WorkerRecord, reader: WorkerRecord) -> bool:
+    """Whether `reader` may continue what `writer` wrote, there or after a move: labels match."""
     if writer.label is None or reader.label is None:
         return False
-    return (
-        writer.kvstore_address == reader.kvstore_address
-        and first_mismatch(reader.label, writer.label) is None
-    )
-
-
-def _prefill_candidate(record: WorkerRecord) -> PrefillCandidate:
-    return PrefillCandidate(
-        worker_id=record.worker_id,
-        queued_tokens=record.load.queued_tokens,
-        token_rate=record.load.token_rate or ASSUMED_TOKEN_RATE,
-    )
+    return first_mismatch(reader.label, writer.label) is None
 
 
 def _full() -> ServiceError:

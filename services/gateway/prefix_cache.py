@@ -110,6 +110,8 @@ class PrefixCache:
                 if error.reason not in _MERGER_GONE:
                     raise
                 _log.warning("merger_failed", merger=merger.worker_id, reason=error.reason.value)
+                # The next requests shall not wait for it as well.
+                self._hub.doubt(merger)
         return splice([segment])
 
 

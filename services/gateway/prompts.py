@@ -111,6 +111,10 @@ class ServedModel:
             agreed = common_prefix(replace(alone, token_ids=tuple(agreed)), longer)
         return tuple(agreed)
 
+    def encode_turns(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        """A conversation's ids, at once; UNSUPPORTED without a chat template."""
+        return self._encode_chat(prompt).token_ids
+
     def spell(self, token_ids: Sequence[int]) -> bytes:
         """The bytes that token ids stand for."""
         return b"".join(map(self.tokenizer.decode_bytes, token_ids))

@@ -95,7 +95,7 @@ class Publisher:
         leg = await LogOpener(self._parts, request).open(plan)
         is_complete = False
         try:
-            await self._prefill(leg)
+            await prefill_kv(self._parts, leg)
             prefix = await self._publish(leg, order, label)
             is_complete = True
             return prefix
@@ -121,45 +121,6 @@ class Publisher:
             deadline_s=now_s + PUBLISH_TIMEOUT_S,
             ready_s=now_s,
         )
-
-    async def _prefill(self, leg: Leg) -> None:
-        """KV alone at a prefill worker; one token more where only decode workers are."""
-        opener = LogOpener(self._parts, leg.request)
-        leg.is_running = True
-        if leg.plan.prefill is not None:
-            capability = opener.capability(leg.log_id, PREFILL_RIGHTS)
-            await self._parts.prefills.run(
-                leg, capability, timeout_s=PUBLISH_TIMEOUT_S, kv_only=True
-            )
-        else:
-            await self._prefill_locally(leg, opener.capability(leg.log_id, DECODE_RIGHTS))
-        leg.is_running, leg.is_sealed = False, True
-
-    async def _prefill_locally(self, leg: Leg, capability: str) -> None:
-        stream = self._parts.streams.to(leg.plan.decode)
-        inbox = stream.start(
-            StartCommand(
-                request_id=leg.request.request_id,
-                log_id=leg.log_id,
-                generation=leg.generation,
-                capability=capability,
-                next_index=0,
-                is_local_prefill=True,
-                deadline_in_s=PUBLISH_TIMEOUT_S,
-                traceparent=None,
-            )
-        )
-        try:
-            while True:
-                event = await inbox.get()
-                if isinstance(event, Failed):
-                    raise event.error
-                if isinstance(event, Lost):
-                    raise ServiceError(Reason.WORKER_LOST, event.why, retry_after_s=1.0)
-                if isinstance(event, Token) and event.delta.finish is not None:
-                    return
-        finally:
-            stream.forget(leg.request.request_id)
 
     async def _publish(self, leg: Leg, order: PublishOrder, label: PairLabel) -> PublishedPrefix:
         prompt, address = leg.request.prompt, leg.plan.kvstore_address
@@ -212,6 +173,45 @@ class Publisher:
             address = prefix.kvstore_address
             await self._client.revoke(address, prefix.prefix_id, capability)
             self._parts.prefixes.forget(address)
+
+
+async def prefill_kv(parts: SequenceParts, leg: Leg) -> None:
+    """KV alone at a prefill worker; one token more where only decode workers are. Seals."""
+    opener = LogOpener(parts, leg.request)
+    leg.is_running = True
+    if leg.plan.prefill is not None:
+        capability = opener.capability(leg.log_id, PREFILL_RIGHTS)
+        await parts.prefills.run(leg, capability, timeout_s=PUBLISH_TIMEOUT_S, kv_only=True)
+    else:
+        await _prefill_locally(parts, leg, opener.capability(leg.log_id, DECODE_RIGHTS))
+    leg.is_running, leg.is_sealed = False, True
+
+
+async def _prefill_locally(parts: SequenceParts, leg: Leg, capability: str) -> None:
+    stream = parts.streams.to(leg.plan.decode)
+    inbox = stream.start(
+        StartCommand(
+            request_id=leg.request.request_id,
+            log_id=leg.log_id,
+            generation=leg.generation,
+            capability=capability,
+            next_index=0,
+            is_local_prefill=True,
+            deadline_in_s=PUBLISH_TIMEOUT_S,
+            traceparent=None,
+        )
+    )
+    try:
+        while True:
+            event = await inbox.get()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Lost):
+                raise ServiceError(Reason.WORKER_LOST, event.why, retry_after_s=1.0)
+            if isinstance(event, Token) and event.delta.finish is not None:
+                return
+    finally:
+        stream.forget(leg.request.request_id)
 
 
 def _segment(leg: Leg, prompt: EncodedPrompt, label: PairLabel) -> Segment:

@@ -1,10 +1,12 @@
 """Going on when a part of a request died: which faults pass, who is left out, how long is waited.
 
-Owns the patience of one request and the choice of who goes on. Nothing here talks to the client;
-what was delivered and what comes next is `sequence`'s.
+Owns the patience of one request, the choice of who goes on and what it takes of them. Nothing here
+talks to the client; what was delivered and what comes next is `sequence`'s.
 
 A fault is answered within `PATIENCE_S` of the last sign of life of what died: the request goes on
-elsewhere, or at the same part once it is back, or it fails with a reason.
+elsewhere, or at the same part once it is back, or it fails with a reason. An answer may lose its
+worker as often as it likes while it gains a token in between. Losses in a row without one are
+bounded: a request that kills whoever computes its next token must not take the pool down.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ WATCH_INTERVAL_S: Final = 0.25
 ATTEMPTS_MAX: Final = 2
 """Attempts at a request that workers could be failing on; faults of others are only timed."""
 
-RESUMES_MAX: Final = 3
-"""How often one answer goes on elsewhere: a request that kills its workers must not go on."""
+LOSSES_IN_A_ROW_MAX: Final = 3
+"""Workers that one answer may lose without a token in between and still go on; one more ends it."""
 
 PASSING: Final = frozenset(
     {
@@ -44,6 +46,9 @@ PASSING: Final = frozenset(
     }
 )
 """Something died or changed hands: the same work may succeed in a moment."""
+
+RESUMABLE: Final = PASSING | {Reason.QUEUE_FULL}
+"""What an answer that has begun outlives: it waits for a slot rather than end for want of one."""
 
 ELSEWHERE: Final = frozenset(
     {
@@ -60,11 +65,15 @@ ELSEWHERE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A sequence lost its worker. `since_s`: its last sign of life; `lost_s`: when we noticed."""
+    """A sequence lost its worker. `since_s`: its last sign of life; `lost_s`: when we noticed.
+
+    `is_cut`: only the connection is known to be gone, the worker may be well.
+    """
 
     error: ServiceError
     since_s: float
     lost_s: float
+    is_cut: bool = False
 
 
 class Recovery:
@@ -76,6 +85,8 @@ class Recovery:
         self._search = PlanRequest(prompt_tokens=prompt_tokens)
         self._since_s: float | None = None
         self._attempts = 0
+        self._losses_in_a_row = 0
+        self._assignment = parts.planner.assignment()
         self.resumes = 0
 
     @property
@@ -90,6 +101,7 @@ class Recovery:
     def progressed(self) -> None:
         """A token came: whatever was wrong is over."""
         self._since_s = None
+        self._losses_in_a_row = 0
 
     def left_s(self) -> float:
         """Seconds of patience that are left; all of it while nothing is wrong."""
@@ -100,9 +112,34 @@ class Recovery:
     # --- before the first token ---------------------------------------------------------------
 
     async def plan(self) -> Plan:
-        """The plan of the next attempt; after a fault it is waited for."""
-        if self._since_s is None:
+        """The plan of the next attempt; after a fault it is waited for, and while the worker that
+        could serve is only in doubt.
+        """
+        plan = self._plan_now() if self._since_s is None else await self._plan_soon()
+        if plan is None:
+            plan = await self._plan_soon()
+        self._assignment.planned(plan, self._search.prompt_tokens)
+        return plan
+
+    def prefilled(self) -> None:
+        """The prompt is computed; its worker has room for another."""
+        self._assignment.prefilled()
+
+    def end(self) -> None:
+        """The request is over, however."""
+        self._assignment.end()
+
+    def _plan_now(self) -> Plan | None:
+        """None: there is nobody, but somebody may be back in a moment."""
+        try:
             return self._parts.planner.plan(self._search)
+        except ServiceError as error:
+            if error.reason is not Reason.NO_WORKER or not self._parts.planner.is_doubting():
+                raise
+            self._begin(self._clock.monotonic_s())
+            return None
+
+    async def _plan_soon(self) -> Plan:
         refusals: list[ServiceError] = []
 
         def find() -> Plan | None:
@@ -127,6 +164,8 @@ class Recovery:
         culprit = self._culprit(plan, error)
         if culprit is not None:
             self._attempts += 1
+            if error.reason is Reason.WORKER_LOST:
+                self._parts.planner.doubt(culprit)
         if self.left_s() <= 0.0 or self._attempts >= ATTEMPTS_MAX:
             raise error
         _log.warning(
@@ -137,8 +176,11 @@ class Recovery:
             blamed=None if culprit is None else culprit.worker_id,
             reason=error.reason.value,
         )
+        self._assignment.end()
         if culprit is not None:
-            self._leave_out(culprit, may_return=not is_passing)
+            # One that was lost is in doubt: if it is heard again after all, it may have another go.
+            is_watched = error.reason is Reason.WORKER_LOST
+            self._leave_out(culprit, may_return=is_watched or not is_passing)
 
     def _culprit(self, plan: Plan, error: ServiceError) -> WorkerRecord | None:
         """The worker at fault; None when it is the store's, or nobody's."""
@@ -185,44 +227,70 @@ class Recovery:
 
     # --- after it -----------------------------------------------------------------------------
 
+    def may_move(self, leg: Leg) -> bool:
+        """Whether somebody else could go on with the log of a worker that wants to leave."""
+        worker, planner = leg.plan.decode, self._parts.planner
+        return leg.is_sealed and any(
+            planner.decode_for(address, worker, {worker.worker_id}) is not None
+            for address in (leg.home, None)
+        )
+
     async def replacement(self, leg: Leg, loss: Loss) -> WorkerRecord:
         """The worker that goes on with a sealed log: another, or the same once it is back.
 
         `leg` gets the log's generation of now. Raises the loss when patience is over.
         """
+        self._note_loss(loss)
         if self._since_s is None:
-            if self.resumes >= RESUMES_MAX:
-                raise loss.error
             self.resumes += 1
             self._begin(loss.since_s)
         else:
             await self._pause()
-        worker, address = leg.plan.decode, leg.plan.kvstore_address
-
-        def find() -> WorkerRecord | None:
-            other = self._parts.planner.decode_for(address, worker, {worker.worker_id})
-            if other is not None:
-                return other
-            same = self._parts.planner.decode_for(address, worker, ())
-            is_back = same is not None and (
-                same.incarnation != worker.incarnation
-                or (self._parts.planner.heard_s(same) or 0.0) > loss.lost_s
-            )
-            return same if is_back else None
-
         while True:
-            found = await self._parts.until(find, self.left_s())
+            found = await self._parts.until(lambda: self._next_worker(leg, loss), self.left_s())
             if found is None:
                 raise loss.error
+            # At once: others whose worker died with this one choose in the same moment.
+            self._assignment.goes_on_at(found)
+            is_elsewhere = found.kvstore_address != leg.home
+            if is_elsewhere and self._parts.planner.is_store_silent(leg.home):
+                return found
             try:
-                state = await self._parts.stores.describe(address, leg.log_id, leg.control)
+                state = await self._parts.stores.describe(leg.home, leg.log_id, leg.control)
             except ServiceError as error:
-                if error.reason not in PASSING or self.left_s() <= 0.0:
+                is_passing = error.reason in PASSING or is_unanswered(error)
+                if is_passing and is_elsewhere:
+                    # The whole node may be gone: who brings the log there will find out.
+                    return found
+                if not is_passing or self.left_s() <= 0.0:
                     raise loss.error from error
                 await self._pause()
                 continue
             leg.generation = state.generation
             return found
+
+    def _next_worker(self, leg: Leg, loss: Loss) -> WorkerRecord | None:
+        """Who can go on now: another of the log's node, the same again, another anywhere."""
+        worker, address, planner = leg.plan.decode, leg.home, self._parts.planner
+        other = planner.decode_for(address, worker, {worker.worker_id})
+        if other is not None:
+            return other
+        same = planner.decode_for(address, worker, ())
+        is_back = same is not None and (
+            same.incarnation != worker.incarnation or (planner.heard_s(same) or 0.0) > loss.lost_s
+        )
+        # On another node the log moves there, or is made there again from its tokens.
+        return same if is_back else planner.decode_for(None, worker, {worker.worker_id})
+
+    def _note_loss(self, loss: Loss) -> None:
+        """Each death is a fault of its own: patience counts from the last; too many end it."""
+        if loss.error.reason is not Reason.WORKER_LOST:
+            return
+        self._losses_in_a_row += 1
+        if self._losses_in_a_row > LOSSES_IN_A_ROW_MAX:
+            raise loss.error
+        if self._since_s is not None:
+            self._since_s = max(self._since_s, loss.since_s)
 
     def _begin(self, since_s: float) -> None:
         if self._since_s is None:
@@ -230,3 +298,8 @@ class Recovery:
 
     async def _pause(self) -> None:
         await self._clock.wait(asyncio.Event(), PAUSE_S)
+
+
+def is_unanswered(error: ServiceError) -> bool:
+    """The peer did not say it: nobody answered in time."""
+    return error.reason is Reason.DEADLINE_EXCEEDED and "grpc_code" in error.metadata

@@ -3,7 +3,7 @@
 Owns worker records, silence and incarnations. Pure: time is passed in, nothing is sent.
 
 Invariants: one record per worker id; a record of a retired incarnation never comes back; a worker
-is routable only while it is heard, ready, not draining and making progress.
+is routable only while it is heard, ready, not draining, not in doubt and making progress.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ LEASE_S: Final = 3.0
 """Silence after which its record is dropped."""
 
 STUCK_AFTER_S: Final = 60.0
-"""Time without progress, heartbeats or not, after which a worker gets no new work."""
+"""Time without progress, heartbeats or not, after which a worker gets no new work and counts as
+dead for what it runs."""
+
+DOUBT_S: Final = 0.25
+"""A worker whose connection broke gets no new work before it is heard so much later: a beat that
+comes sooner may have been sent before it died."""
 
 RETIRED_MAX: Final = 8
 WORKERS_MAX: Final = 4096
@@ -53,6 +58,7 @@ class WorkerLoad:
     pages_free: int = 0
     pages_total: int = 0
     tpot_s: float | None = None
+    prefill_token_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +83,14 @@ class WorkerRecord:
     is_degraded: bool = False
     context_max: int = 0
 
+    @property
+    def prompt_token_rate(self) -> float | None:
+        """How fast it computes prompts, tokens a second: a decode worker's `token_rate` is that of
+        its steps. None: not known.
+        """
+        load = self.load
+        return load.token_rate if self.role is WorkerRole.PREFILL else load.prefill_token_rate
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -85,6 +99,17 @@ class _Entry:
     progressed_s: float
     retired: deque[int]
     is_hint: bool = False
+    doubted_s: float | None = None
+    doubted_progress: int = 0
+
+    def trust_again(self, record: WorkerRecord, now_s: float) -> None:
+        """Whether a beat ends the doubt: of another run, or of one that lives and moves on."""
+        if self.doubted_s is None:
+            return
+        has_moved = record.progress > self.doubted_progress
+        is_late_enough = now_s - self.doubted_s >= DOUBT_S
+        if record.incarnation != self.record.incarnation or (has_moved and is_late_enough):
+            self.doubted_s = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +146,7 @@ class Registry:
             return True
         if record.incarnation in entry.retired:
             return False
+        entry.trust_again(record, now_s)
         if record.incarnation != entry.record.incarnation:
             entry.retired.append(entry.record.incarnation)
             entry.progressed_s = now_s
@@ -128,6 +154,20 @@ class Registry:
             entry.progressed_s = now_s
         entry.record, entry.heard_s = record, now_s
         return True
+
+    def doubt(self, worker_id: str, incarnation: int, now_s: float) -> None:
+        """A connection to exactly this run broke or was refused: no new work until it is heard."""
+        entry = self._entries.get(worker_id)
+        if entry is None or entry.record.incarnation != incarnation or entry.is_hint:
+            return
+        entry.doubted_s, entry.doubted_progress = now_s, entry.record.progress
+
+    def is_doubting(self, now_s: float) -> bool:
+        """Whether some worker would be routable but for a doubt that its next beats may end."""
+        return any(
+            entry.doubted_s is not None and now_s - entry.heard_s <= self._dead_after_s
+            for entry in self._entries.values()
+        )
 
     def hint(self, record: WorkerRecord, now_s: float) -> bool:
         """Note a worker that another gateway heard: known, shown, never alive. False if known."""
@@ -158,13 +198,14 @@ class Registry:
         return None if entry is None else entry.record
 
     def is_alive(self, worker_id: str, incarnation: int, now_s: float) -> bool:
-        """Whether exactly this run of the worker was heard within the silence limit."""
+        """Whether exactly this run of the worker was heard lately and has not come to a halt."""
         entry = self._entries.get(worker_id)
         return (
             entry is not None
             and not entry.is_hint
             and entry.record.incarnation == incarnation
             and now_s - entry.heard_s <= self._dead_after_s
+            and now_s - entry.progressed_s <= STUCK_AFTER_S
         )
 
     def heard_s(self, worker_id: str, incarnation: int) -> float | None:
@@ -206,4 +247,6 @@ class Registry:
             return "not ready"
         if now_s - entry.progressed_s > STUCK_AFTER_S:
             return "no progress"
+        if entry.doubted_s is not None:
+            return "its connection broke, and it was not heard since"
         return None

@@ -24,6 +24,8 @@ from redis.exceptions import ResponseError
 
 from baton.clock import WaitingClock
 from baton.errors import StartupError
+from baton.metrics import Metrics
+from services.gateway.redis_measures import ANSWERED, AWAY, LATE, RedisMeasures
 from services.gateway.shared_store import ASK_WITHIN_S, Command, Replies
 
 CONNECT_TIMEOUT_S: Final = 2.0
@@ -64,8 +66,11 @@ class _Order:
 class RedisLink:
     """A `SharedStore`. Fits `baton.lifecycle` as a part; its start waits for nothing."""
 
-    def __init__(self, url: str, clock: WaitingClock, spawn: Spawn) -> None:
+    def __init__(
+        self, url: str, clock: WaitingClock, spawn: Spawn, measures: RedisMeasures | None = None
+    ) -> None:
         self._pool = _pool(url)
+        self._measures = measures or RedisMeasures(Metrics("gateway"))
         self._clock = clock
         self._spawn = spawn
         self._orders: deque[_Order] = deque()
@@ -93,20 +98,32 @@ class RedisLink:
         self, commands: Sequence[Command], within_s: float = ASK_WITHIN_S
     ) -> Replies | None:
         """Replies, one a command; None when there was no time, no room or no Redis."""
+        began_s = self._clock.monotonic_s()
+        replies, outcome = await self._asked(commands, within_s)
+        self._measures.asked(outcome, self._clock.monotonic_s() - began_s)
+        return replies
+
+    async def _asked(
+        self, commands: Sequence[Command], within_s: float
+    ) -> tuple[Replies | None, str]:
+        """The replies, and what to call how it went."""
         if not self.is_up:
-            return None
+            return None, AWAY
         answer: asyncio.Future[Replies | None] = asyncio.get_running_loop().create_future()
         if not self._put(_Order(tuple(commands), answer)):
-            return None
+            return None, AWAY
         try:
             async with asyncio.timeout(within_s):
-                return await answer
+                return await answer, ANSWERED
         except TimeoutError:
-            return None
+            return None, LATE
 
     def post(self, commands: Sequence[Command]) -> bool:
         """Send without waiting; False when Redis is away or the queue is full."""
-        return self._is_up and self._put(_Order(tuple(commands), None))
+        is_taken = self._is_up and self._put(_Order(tuple(commands), None))
+        if not is_taken:
+            self._measures.dropped()
+        return is_taken
 
     def _put(self, order: _Order) -> bool:
         if len(self._orders) >= QUEUE_MAX:
@@ -203,6 +220,7 @@ class RedisLink:
 
     def _refused(self, error: ResponseError) -> None:
         """One line a connection: a Redis that is full or read-only refuses every command."""
+        self._measures.refused()
         if not self._has_refused:
             self._has_refused = True
             _log.warning("redis_refused", reason=type(error).__name__)
@@ -211,6 +229,7 @@ class RedisLink:
         if self._was_up is not True:
             _log.info("redis_connected" if self._was_up is None else "redis_back")
         self._is_up = self._was_up = True
+        self._measures.came_up()
         self._has_refused = False
         for listener in self._listeners:
             listener()
@@ -218,6 +237,7 @@ class RedisLink:
     def _went_down(self, fault: str) -> None:
         if self._was_up is not False and not self._stopping.is_set():
             _log.warning("redis_lost", reason=fault, remedy="limits are this gateway's own now")
+        self._measures.went_down(was_up=self._was_up is True and not self._stopping.is_set())
         self._was_up = False
 
 

@@ -16,6 +16,8 @@ from baton.kv.blocks import SCOPE_TEXT_BYTES_MAX, Scope
 from baton.sampling_parameters import SamplingParameters
 
 _SEED_MASK = (1 << 63) - 1
+ID_CHARS_MAX = 256
+"""Characters of a session or response id that is read at all."""
 
 
 @unique
@@ -76,12 +78,25 @@ class CacheMode(StrEnum):
     OFF = "off"
 
 
+@unique
+class ServiceClass(StrEnum):
+    """Who goes first where something is short: what somebody waits for, then the rest."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Who asks, from the verified credential alone."""
+    """Who asks, from the verified credential alone; class and priority are what the operator gave.
+
+    `priority`: within a class a higher one goes first.
+    """
 
     name: str
     team: str | None = None
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    priority: int = 0
 
     def scope(self, cache_salt: str | None) -> Scope:
         """The sharing scope; a caller's salt narrows it. A long salt is replaced by its hash."""
@@ -91,9 +106,39 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParentLog:
+    """Tokens [0, position) of a log at the kvstore of that address."""
+
+    log_id: bytes
+    position: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continues:
+    """A session's or a response's id that a chat goes on from, and what the caller calls it."""
+
+    wanted: str
+    field: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRef:
+    """A session at its store's address, as it was when somebody began to change it."""
+
+    session_id: str
+    generation: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRequest:
     """One sequence to run. `sampling` has its seed and max_tokens resolved.
 
+    `parent`: a log that the prompt goes on from, used where the writer sits at its kvstore.
+    `session`: what names the answer's end once it is complete.
+
+    `prompt_field`: what its caller calls the prompt, for refusals of it.
     Times are on this process's monotonic clock: `received_s` is when the request came in,
     `ready_s` when it was checked and tokenised. `stage_seconds` say what it took until then.
     """
@@ -108,7 +153,10 @@ class SequenceRequest:
     received_s: float
     deadline_s: float
     ready_s: float
+    prompt_field: str = "prompt"
     stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    parent: ParentLog | None = None
+    session: SessionRef | None = None
 
     def numbered(self, index: int) -> SequenceRequest:
         """The request of the index-th parallel answer: own id, own seed, the same prompt."""
@@ -118,6 +166,7 @@ class SequenceRequest:
         return replace(
             self,
             request_id=f"{self.request_id}-{index}",
+            session=None,
             sampling=self.sampling.with_seed(derived_seed(self.sampling.seed, index)),
         )
 

@@ -10,9 +10,11 @@ Invariant: deltas leave with consecutive indexes from 0, each once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import structlog
 
@@ -35,15 +37,20 @@ from services.gateway.events import (
     TokenUsage,
 )
 from services.gateway.handoffs import HandOff
-from services.gateway.inbox import Failed, Inbox, Lost, Started, Token
+from services.gateway.inbox import Failed, Inbox, Leaving, Lost, Started, Token
 from services.gateway.legs import DECODE_RIGHTS, PREFILL_RIGHTS, Leg, Plan
+from services.gateway.moving import Brought, LogMover
 from services.gateway.opening import LogOpener, SequenceParts
-from services.gateway.recovery import PASSING, Loss, Recovery
+from services.gateway.recovery import RESUMABLE, Loss, Recovery
 from services.gateway.request import SequenceRequest
-from services.gateway.side_by_side import watched
+from services.gateway.side_by_side import together, watched
 from services.gateway.timing import Timeline
 
 _log = structlog.stdlib.get_logger("baton.gateway.sequence")
+
+START_S_MAX: Final = 20.0
+SLOWEST_TOKEN_RATE: Final = 50.0
+"""Prompt tokens per second of a worker that is of any use."""
 
 Emit = Callable[[Event], Awaitable[None]]
 
@@ -61,6 +68,10 @@ class _Progress:
     is_local_fallback: bool = False
     transfer_bytes: int = 0
     transport: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    brought: Brought | None = None
+    move_s: float = 0.0
+    moved_bytes: int = 0
 
 
 class Sequence:
@@ -73,6 +84,7 @@ class Sequence:
         self._progress = _Progress()
         self._timeline = Timeline(parts.clock, request.stage_seconds, request.ready_s)
         self._opener = LogOpener(parts, request, self._timeline)
+        self._mover = LogMover(parts, self._opener)
         self._recovery = Recovery(parts, request.request_id, len(request.prompt.token_ids))
 
     async def run(self) -> None:
@@ -91,6 +103,8 @@ class Sequence:
                 Reason.DEADLINE_EXCEEDED,
                 "the request's deadline passed; ask for fewer tokens or allow more time",
             ) from error
+        finally:
+            self._recovery.end()
 
     async def _attempts(self) -> None:
         while True:
@@ -114,7 +128,8 @@ class Sequence:
             leg = await self._opener.open(plan)
         is_complete = False
         try:
-            await self._announce(leg)
+            with span("announce"):
+                await self._announce(leg)
             if plan.prefill is None:
                 await self._decode(leg, next_index=0)
             else:
@@ -145,8 +160,9 @@ class Sequence:
         """Prefill apart, then hand the sealed log to the decode worker."""
         leg.is_running = True
         with self._timeline.stage(PREFILL_RPC, worker=leg.plan.writer.worker_id):
-            sealed = await self._prefilled(leg)
+            sealed = await together(self._prefilled(leg), self._mover.expect(leg))
         self._timeline.prefilled(None, sealed.stage_seconds, sealed.total_s)
+        self._recovery.prefilled()
         leg.is_running, leg.is_sealed = False, True
         self._progress.exactness = sealed.exactness
         leg.cached_tokens = sealed.usage.cached_tokens
@@ -174,7 +190,9 @@ class Sequence:
     async def _decode(self, leg: Leg, next_index: int) -> None:
         """Tokens from `next_index` to the last, over lost workers."""
         while True:
-            loss = await self._stretch(leg, next_index)
+            if self._mover.is_needed(leg):
+                await self._bring(leg)
+            loss = await self._attached_stretch(leg, next_index)
             if loss is None:
                 return
             # Before the seal there is nothing to go on from: the next attempt starts over.
@@ -191,19 +209,44 @@ class Sequence:
             leg.plan = replace(leg.plan, decode=worker)
             next_index = self._progress.delivered
 
+    async def _bring(self, leg: Leg) -> None:
+        """The log comes to the decode worker's kvstore, or one with the same tokens does."""
+        brought = await self._mover.bring(leg, self._progress.token_ids)
+        progress = self._progress
+        progress.brought = brought
+        progress.is_recomputed = progress.is_recomputed or brought.is_recomputed
+        progress.move_s += brought.seconds
+        progress.moved_bytes += brought.transfer_bytes
+
+    async def _attached_stretch(self, leg: Leg, next_index: int) -> Loss | None:
+        """Tokens from one worker over cut connections: before another takes the log, the worker is
+        asked whether it still runs the sequence. One that is dead refuses at once.
+        """
+        cut: Loss | None = None
+        while True:
+            had = self._progress.delivered
+            loss = await self._stretch(leg, next_index)
+            if loss is None or not loss.is_cut:
+                return loss
+            if cut is not None and self._progress.delivered == had:
+                return cut
+            cut, next_index = loss, self._progress.delivered
+
     async def _stretch(self, leg: Leg, next_index: int) -> Loss | None:
         """Tokens from one worker: None after the last one, or how it was lost."""
+        began_s = self._parts.clock.monotonic_s()
         handed = self._parts.handoffs.begun() if leg.is_sealed else nullcontext(HandOff())
         with span("decode", worker=leg.plan.decode.worker_id), handed as handoff:
-            return await self._started_stretch(leg, next_index, handoff)
+            return await self._started_stretch(leg, next_index, handoff, began_s)
 
-    async def _started_stretch(self, leg: Leg, next_index: int, handoff: HandOff) -> Loss | None:
-        began_s = self._parts.clock.monotonic_s()
+    async def _started_stretch(
+        self, leg: Leg, next_index: int, handoff: HandOff, began_s: float
+    ) -> Loss | None:
         try:
             stream = self._parts.streams.to(leg.plan.decode)
             inbox = stream.start(self._start(leg, next_index))
         except ServiceError as error:
-            if error.reason not in PASSING:
+            if error.reason not in RESUMABLE:
                 raise
             return Loss(error=error, since_s=began_s, lost_s=began_s)
         leg.is_running, leg.is_reserved = True, False
@@ -227,7 +270,18 @@ class Sequence:
             is_local_prefill=not leg.is_sealed,
             deadline_in_s=max(self._opener.left_s(), 0.001),
             traceparent=None if trace is None else format_traceparent(trace),
+            start_s_max=self._start_s_max(leg),
+            tenant=leg.request.tenant.name,
+            service_class=leg.request.tenant.service_class,
+            priority=leg.request.tenant.priority,
         )
+
+    def _start_s_max(self, leg: Leg) -> float:
+        """A sealed log is taken and replayed at once; at worst its KV is computed again."""
+        if not leg.is_sealed:
+            return math.inf
+        tokens = len(self._request.prompt.token_ids) + self._progress.delivered
+        return START_S_MAX + tokens / SLOWEST_TOKEN_RATE
 
     async def _consume(
         self, leg: Leg, inbox: Inbox, heard_s: float, handoff: HandOff
@@ -247,16 +301,26 @@ class Sequence:
                         leg.cached_tokens = token.usage.cached_tokens
                     await self._deliver(leg, token.delta)
                     if token.delta.finish is not None:
-                        # Its way from the worker is in no span of the worker's.
-                        record_span("last_token", current_trace(), (before_s, heard_s))
                         self._timeline.note(token.stage_seconds)
                         await self._complete(leg, token.delta.finish)
+                        # Its way from the worker, and on to the answer, is in no span of theirs.
+                        ended_s = clock.monotonic_s()
+                        record_span("last_token", current_trace(), (before_s, ended_s))
                         return None
                 case Lost() as lost:
                     _log.warning("decode_lost", worker=leg.plan.decode.worker_id, why=lost.why)
-                    return Loss(error=_lost(leg), since_s=lost.since_s, lost_s=clock.monotonic_s())
+                    return Loss(
+                        error=_lost(leg),
+                        since_s=lost.since_s,
+                        lost_s=clock.monotonic_s(),
+                        is_cut=lost.is_cut,
+                    )
+                case Leaving():
+                    if self._recovery.may_move(leg):
+                        now_s = clock.monotonic_s()
+                        return Loss(error=_left(leg), since_s=now_s, lost_s=now_s)
                 case Failed() as failed:
-                    if failed.error.reason not in PASSING:
+                    if failed.error.reason not in RESUMABLE:
                         raise failed.error
                     # Alive, but it lost the log or its store: since its last token.
                     return Loss(error=failed.error, since_s=heard_s, lost_s=clock.monotonic_s())
@@ -266,9 +330,14 @@ class Sequence:
         progress = self._progress
         if leg.is_sealed:
             record_span("handoff", current_trace(), (began_s, self._parts.clock.monotonic_s()))
-            self._timeline.note(started.stage_seconds or {KV_TRANSFER: started.kv_transfer_s})
-            progress.transfer_bytes += started.transfer_bytes
-            progress.transport = started.transport or progress.transport
+            stages = dict(started.stage_seconds or {KV_TRANSFER: started.kv_transfer_s})
+            stages[KV_TRANSFER] = stages.get(KV_TRANSFER, 0.0) + progress.move_s
+            self._timeline.note(stages)
+            # Bytes that came over the network count as they did; what is mapped counts once.
+            progress.transfer_bytes += progress.moved_bytes or started.transfer_bytes
+            moved = None if progress.brought is None else progress.brought.transport
+            progress.transport = moved or started.transport or progress.transport
+            progress.move_s, progress.moved_bytes = 0.0, 0
             return
         record_span("local_prefill", current_trace(), (began_s, self._parts.clock.monotonic_s()))
         progress.exactness = started.exactness
@@ -297,6 +366,7 @@ class Sequence:
                 )
             )
         progress.delivered += 1
+        progress.token_ids.append(delta.token_id)
         self._recovery.progressed()
         await self._emit(delta)
 
@@ -327,7 +397,7 @@ class Sequence:
                 log_id=leg.log_id,
                 generation=leg.generation,
                 position=prompt_tokens + progress.delivered,
-                kvstore_address=leg.plan.kvstore_address,
+                kvstore_address=leg.home,
                 prefill_worker_id=None if prefill is None else prefill.worker_id,
                 decode_worker_id=leg.plan.decode.worker_id,
                 time_to_first_token_s=ttft_s,
@@ -340,6 +410,10 @@ class Sequence:
                 is_fallback=leg.plan.decision.is_fallback or progress.is_local_fallback,
                 transfer_bytes=progress.transfer_bytes,
                 transport=progress.transport,
+                brought=None if progress.brought is None else progress.brought.how.value,
+                hidden_transfer_share=(
+                    None if progress.brought is None else progress.brought.hidden_share
+                ),
             )
         )
 
@@ -358,6 +432,15 @@ def _lost(leg: Leg) -> ServiceError:
         Reason.WORKER_LOST,
         "the decode worker was lost and the answer could not go on elsewhere; "
         "send the request again",
+        metadata={"worker": leg.plan.decode.worker_id},
+        retry_after_s=1.0,
+    )
+
+
+def _left(leg: Leg) -> ServiceError:
+    return ServiceError(
+        Reason.DRAINING,
+        "the decode worker is stopping and no other could go on with the answer; try again shortly",
         metadata={"worker": leg.plan.decode.worker_id},
         retry_after_s=1.0,
     )

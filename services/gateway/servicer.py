@@ -141,7 +141,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise _invalid("prompt", "must be given: chat or text")
         prompt: Prompt = TextPrompt(text=request.text)
         if kind == "chat":
-            prompt = ChatPrompt(turns=_turns(request.chat))
+            prompt = ChatPrompt(turns=turns_of(request.chat))
         encoded = await self._core.model.encode(prompt, kind)
         return gateway_pb2.TokenizeResponse(
             token_ids=encoded.token_ids, context_max=self._core.context_max()
@@ -172,7 +172,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         has_ttl = request.HasField("ttl")
         order = PublishOrder(
             name=request.name,
-            turns=_turns(request.chat) if kind == "chat" else (),
+            turns=turns_of(request.chat) if kind == "chat" else (),
             text=request.text if kind == "text" else None,
             tenants=tuple(request.tenants),
             ttl_s=duration_from_proto(request.ttl) if has_ttl else None,
@@ -232,7 +232,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 def _prompt(request: gateway_pb2.GenerateRequest) -> tuple[Prompt, str]:
     kind = request.WhichOneof("prompt")
     if kind == "chat":
-        return ChatPrompt(turns=_turns(request.chat)), "chat"
+        return ChatPrompt(turns=turns_of(request.chat)), "chat"
     if kind == "text":
         return TextPrompt(text=request.text), "text"
     if kind == "token_ids":
@@ -240,7 +240,8 @@ def _prompt(request: gateway_pb2.GenerateRequest) -> tuple[Prompt, str]:
     raise _invalid("prompt", "must be given: chat, text or token_ids")
 
 
-def _turns(chat: gateway_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
+def turns_of(chat: gateway_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
+    """The turns of a conversation; INVALID_REQUEST naming the path at fault."""
     if not 0 < len(chat.messages) <= MESSAGES_MAX:
         raise _invalid("chat.messages", f"must hold 1 to {MESSAGES_MAX} messages")
     turns: list[ChatTurn] = []
@@ -281,6 +282,8 @@ def _completed(event: Completed) -> gateway_pb2.Completed:
         kvstore_address=event.kvstore_address,
         stage_seconds=dict(event.stage_seconds),
         prefix_id=event.prefix_id or "",
+        brought=event.brought or "",
+        hidden_transfer_share=event.hidden_transfer_share,
     )
 
 

@@ -9,12 +9,13 @@ from baton.client import ChannelPool
 from baton.errors import StartupError
 from baton.lifecycle import Service
 from services.gateway.hub import WorkerHub
+from services.gateway.redis_measures import RedisMeasures
 from services.gateway.registry_hints import RecordSeal, RegistryHints
 from services.gateway.shared_limits import SharedLimits
 from services.gateway.shared_store import KeySpace, SharedStore
 
 
-async def start_redis(service: Service, url: str) -> SharedStore:
+async def start_redis(service: Service, url: str, measures: RedisMeasures) -> SharedStore:
     """Begin to connect; StartupError without the extra or with a URL that is none."""
     try:
         # An extra: the gateway starts without it where no Redis is configured.
@@ -25,7 +26,7 @@ async def start_redis(service: Service, url: str) -> SharedStore:
             hint="pip install 'baton-serving[redis]'",
             exit_code=2,
         ) from error
-    link = RedisLink(url, service.clock, service.spawn)
+    link = RedisLink(url, service.clock, service.spawn, measures)
     await service.start("redis", link)
     return link
 

@@ -181,11 +181,17 @@ def _load_from_proto(message: common_pb2.WorkerLoad) -> WorkerLoad:
         queued=message.queued,
         queued_tokens=message.queued_tokens,
         active_max=message.active_max,
-        token_rate=message.token_rate if message.token_rate > 0.0 else None,
+        token_rate=_measured(message.token_rate),
         pages_free=message.pages_free,
         pages_total=message.pages_total,
-        tpot_s=message.tpot_s if message.tpot_s > 0.0 else None,
+        tpot_s=_measured(message.tpot_s),
+        prefill_token_rate=_measured(message.prefill_token_rate),
     )
+
+
+def _measured(number: float) -> float | None:
+    """A measurement of a heartbeat; what is not positive was not measured."""
+    return number if number > 0.0 else None
 
 
 def record_to_proto(record: WorkerRecord) -> common_pb2.WorkerRecord:
@@ -212,6 +218,7 @@ def record_to_proto(record: WorkerRecord) -> common_pb2.WorkerRecord:
             pages_free=load.pages_free,
             pages_total=load.pages_total,
             tpot_s=load.tpot_s or 0.0,
+            prefill_token_rate=load.prefill_token_rate or 0.0,
         ),
         metrics_address=record.metrics_address,
         degraded=record.is_degraded,

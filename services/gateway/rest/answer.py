@@ -91,7 +91,22 @@ def baton_object(completed: Completed) -> dict[str, Any]:
         "stage_seconds": {
             name: round(seconds, 6) for name, seconds in completed.stage_seconds.items()
         },
+        "brought": completed.brought,
+        "hidden_transfer_share": (
+            None
+            if completed.hidden_transfer_share is None
+            else round(completed.hidden_transfer_share, 4)
+        ),
+        **_session(completed),
     }
+
+
+def _session(completed: Completed) -> dict[str, Any]:
+    mark = completed.session
+    if mark is None:
+        return {}
+    told = {"id": mark.session_id, "generation": mark.generation, "refusal": mark.refusal}
+    return {"session": told}
 
 
 def first_token_headers(first: FirstToken) -> dict[str, str]:

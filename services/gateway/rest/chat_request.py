@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from services.gateway.request import ChatPrompt, ChatTurn, Role
+from services.gateway.request import ID_CHARS_MAX, ChatPrompt, ChatTurn, Continues, Role
 from services.gateway.rest.json_body import invalid
 from services.gateway.rest.reader import ObjectReader, checked_text
 from services.gateway.rest.sampling_fields import CommonFields, read_common
@@ -33,6 +33,7 @@ class ChatRequest:
 
     prompt: ChatPrompt
     common: CommonFields
+    continues: Continues | None
     ignored: tuple[str, ...]
 
 
@@ -40,7 +41,11 @@ def read_chat_request(body: dict[str, Any], *, answers_max: int) -> ChatRequest:
     """Check a parsed body; raises INVALID_REQUEST naming the path at fault."""
     reader = ObjectReader(body)
     _refuse_tools(reader)
-    turns, ignored = read_messages(reader)
+    continues = _continues(reader)
+    turns: tuple[ChatTurn, ...] = ()
+    ignored: tuple[str, ...] = ()
+    if continues is None or reader.items("messages", count_max=MESSAGES_MAX):
+        turns, ignored = read_messages(reader)
     for name in ("chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs"):
         if reader.take(name):
             raise invalid(f"{name} is not accepted from requests; leave it out", name)
@@ -51,11 +56,26 @@ def read_chat_request(body: dict[str, Any], *, answers_max: int) -> ChatRequest:
         )
     has_header = reader.flag("add_generation_prompt", default=True)
     common = read_common(reader, _logprobs(reader), answers_max)
+    if continues is not None and continues.field == "session" and common.is_dropped_at_end:
+        raise invalid("store must not be false in a session: it names what is kept", "store")
     return ChatRequest(
         prompt=ChatPrompt(turns=turns, has_assistant_header=has_header),
         common=common,
+        continues=continues,
         ignored=(*reader.ignored(), *ignored),
     )
+
+
+def _continues(reader: ObjectReader) -> Continues | None:
+    """What the chat goes on from: then `messages` are the new ones, and may be left out."""
+    found = [
+        Continues(wanted=wanted, field=name)
+        for name in ("session", "previous_response_id")
+        if (wanted := reader.text(name, chars_max=ID_CHARS_MAX)) is not None
+    ]
+    if len(found) > 1:
+        raise invalid("give session or previous_response_id, not both", "previous_response_id")
+    return found[0] if found else None
 
 
 def read_messages(reader: ObjectReader) -> tuple[tuple[ChatTurn, ...], tuple[str, ...]]:

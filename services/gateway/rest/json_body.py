@@ -15,6 +15,7 @@ from baton.errors import Reason, ServiceError
 
 NESTING_MAX: Final = 32
 KEY_CHARS_SHOWN: Final = 64
+BYTE_ORDER_MARK: Final = "\ufeff"
 
 _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -50,6 +51,8 @@ def _loads(raw: bytes) -> Any:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8: byte {error.start} is malformed") from error
+    if text.startswith(BYTE_ORDER_MARK):
+        raise invalid("the body begins with a byte order mark (EF BB BF); send UTF-8 without one")
     try:
         return json.loads(
             text,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from starlette.routing import Route
@@ -41,6 +41,7 @@ from services.gateway.rest.json_body import invalid, parse_object
 from services.gateway.rest.reader import ObjectReader, checked_text, checked_whole
 from services.gateway.rest.sampling_fields import CommonFields, read_model
 from services.gateway.rest.serve import Served, accounted, serve
+from services.gateway.rest.session_routes import SessionRoutes
 from services.gateway.traces import TraceGatherer
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -112,6 +113,8 @@ class Routes:
         routes += [_route(path, handler, ("POST",)) for path, handler in posts.items()]
         routes.append(_route("/v1/prefixes/{id:path}", self._delete_prefix, ("DELETE",)))
         routes.append(_route("/v1/requests/{id}", self._cancel, ("DELETE",)))
+        sessions = SessionRoutes(self._core, self._limits.body_bytes_max).table()
+        routes += [_route(path, handler, (method,)) for path, handler, method in sessions]
         return routes
 
     # --- health and facts ----------------------------------------------------------------------
@@ -179,6 +182,7 @@ class Routes:
                 )
             self._check_strict(scope, asked.ignored)
             ask = self._ask(scope, asked.common, [(asked.prompt, "messages")])
+            ask = replace(ask, continues=asked.continues)
             members = await self._core.prepare(ask)
             frame = self._frame("chatcmpl", scope, asked.common, members)
             served = Served(
