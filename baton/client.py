@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+import grpc
+
 from baton.errors import Reason, ServiceError
 from baton.rpc.channel import Channel, ChannelOptions, open_channel
 
@@ -37,6 +39,17 @@ class ChannelPool:
                 raise ServiceError(Reason.QUEUE_FULL, f"{CHANNELS_MAX} channels are open")
             channel = self._channels[target] = open_channel(target, self._options)
         return channel
+
+    def detach_failed(self, target: str) -> Channel | None:
+        """Takes out a channel that waits between two failed tries to connect; the caller closes it.
+
+        For when the peer was heard by other means: the next `get` connects at once, where the old
+        channel would have failed every call until its wait is over. None when there is none such.
+        """
+        channel = self._channels.get(target)
+        if channel is None or channel.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            return None
+        return self._channels.pop(target)
 
     async def forget(self, target: str) -> None:
         """Closes the channel to a peer that is gone for good; unknown targets are fine."""

@@ -49,6 +49,7 @@ class Load:
     pages_free: int = 0
     pages_total: int = 0
     tpot_s: float = 0.0
+    prefill_token_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

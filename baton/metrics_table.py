@@ -8,14 +8,11 @@ wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum, unique
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import grpc
 
-from baton.errors import Reason
 from baton.metrics import (
     REQUEST_SECONDS_BUCKETS,
     STAGE_SECONDS_BUCKETS,
@@ -28,306 +25,303 @@ from baton.metrics import (
     Label,
     Metrics,
 )
+from baton.metrics_families import (
+    DECODE,
+    FINISHED,
+    GATEWAY,
+    HAND_OFF_STATES,
+    KVSTORE,
+    MERGER,
+    MOVERS,
+    OK,
+    OUTCOME,
+    OVERLOAD_REASONS,
+    PREFILL,
+    REASON,
+    REASONS,
+    REDIS_ASK_OUTCOMES,
+    REDIS_SECONDS_BUCKETS,
+    ROUTES,
+    RPC_METHODS_MAX,
+    RPC_SECONDS_BUCKETS,
+    SERVICES,
+    STEP_BUCKETS,
+    STEP_KERNELS,
+    TOKEN_BUCKETS,
+    TRANSFER_LABELS,
+    TRANSPORT_WHYS,
+    TRANSPORTS,
+    Family,
+    Kind,
+    a_counter,
+    a_gauge,
+    a_histogram,
+)
+from baton.metrics_store import STORE_FAMILIES
 from baton.stages import STAGES
 
-
-@unique
-class Kind(StrEnum):
-    """What a family's numbers do."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One family. Counters are shown with `_total` behind the name. `services` export it."""
-
-    name: str
-    kind: Kind
-    help_text: str
-    services: tuple[str, ...]
-    labels: tuple[Label, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def shown_name(self) -> str:
-        """The name in the exposition."""
-        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
-
-
-OK: Final = "ok"
-FINISHED: Final = "finished"
-ROUTES: Final = ("chat", "completions", "grpc")
-OUTCOMES: Final = ("ok", "refused", "failed", "cancelled")
-PAGE_STATES: Final = ("free", "granted", "live", "shared", "quarantined")
-HAND_OFF_STATES: Final = ("handed_off", "received", "failed", "cancelled")
-TRANSPORTS: Final = ("shm", "stream", "ucx")
-SERVICES: Final = ("gateway", "prefill", "decode", "kvstore", "merger")
-
-_REASONS: Final = tuple(reason.value for reason in Reason)
-_GATEWAY: Final = ("gateway",)
-_PREFILL: Final = ("prefill",)
-_DECODE: Final = ("decode",)
-_KVSTORE: Final = ("kvstore",)
-_MERGER: Final = ("merger",)
-
-OVERLOAD_REASONS: Final = (
-    Reason.QUEUE_FULL.value,
-    Reason.PAGES_EXHAUSTED.value,
-    Reason.QUOTA_EXCEEDED.value,
-    Reason.DRAINING.value,
-    Reason.NO_WORKER.value,
-)
-"""Refusals that more machines, or waiting, would help."""
-
-FLUSH_BUCKETS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-STEP_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-TOKEN_BUCKETS: Final = (
-    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0,
-    20_000.0, 50_000.0, 100_000.0,
-)  # fmt: skip
-RPC_SECONDS_BUCKETS: Final = (
-    0.0001, 0.0003, 0.0006, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.065, 0.13, 0.25, 0.5,
-    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0,
-)  # fmt: skip
-"""gRFC A66's latency bounds, every second one: its 40 are many for one series per method."""
-
-RPC_METHODS_MAX: Final = 128
-
-
-def _counter(name: str, text: str, services: Sequence[str], *labels: Label) -> Family:
-    return Family(
-        name=name, kind=Kind.COUNTER, help_text=text, services=tuple(services), labels=labels
-    )
-
-
-def _gauge(name: str, text: str, services: Sequence[str], *labels: Label) -> Family:
-    return Family(
-        name=name, kind=Kind.GAUGE, help_text=text, services=tuple(services), labels=labels
-    )
-
-
-def _histogram(
-    name: str, text: str, services: Sequence[str], buckets: tuple[float, ...], *labels: Label
-) -> Family:
-    return Family(
-        name=name,
-        kind=Kind.HISTOGRAM,
-        help_text=text,
-        services=tuple(services),
-        labels=labels,
-        buckets=buckets,
-    )
-
-
-_OUTCOME: Final = Label("outcome", OUTCOMES)
-_REASON: Final = Label("reason", _REASONS)
-_TRANSFER_LABELS: Final = (
-    Label("transport", TRANSPORTS),
-    Label("source", ("local",)),
-    Label("target", ("local",)),
-)
-
 _GATEWAY_FAMILIES: Final = (
-    _counter(
-        "baton_requests", "Requests by route and outcome.", _GATEWAY,
-        Label("route", ROUTES), _OUTCOME,
+    a_counter(
+        "baton_requests", "Requests by route and outcome.", GATEWAY,
+        Label("route", ROUTES), OUTCOME,
     ),
-    _counter("baton_request_errors", "Requests that ended in an error.", _GATEWAY, _REASON),
-    _counter(
-        "baton_admission_rejections", "Requests turned away for want of room.", _GATEWAY,
+    a_counter("baton_request_errors", "Requests that ended in an error.", GATEWAY, REASON),
+    a_counter(
+        "baton_admission_rejections", "Requests turned away for want of room.", GATEWAY,
         Label("reason", OVERLOAD_REASONS),
     ),
-    _counter(
+    a_counter(
         "baton_answers",
         "Finished answers by serving mode, source of the prompt's KV and finish reason.",
-        _GATEWAY,
+        GATEWAY,
         Label("mode", ("disaggregated", "aggregated")),
         Label("kv_source", ("local", "remote", "recomputed")),
         Label("finish_reason", ("stop", "length")),
     ),
-    _histogram(
+    a_histogram(
         "baton_time_to_first_token_seconds",
         "From receipt to the first token sent; to the end for requests that had none.",
-        _GATEWAY, TIME_TO_FIRST_TOKEN_BUCKETS, _OUTCOME,
+        GATEWAY, TIME_TO_FIRST_TOKEN_BUCKETS, OUTCOME,
     ),
-    _histogram(
-        "baton_e2e_request_latency_seconds", "From receipt to the last byte.", _GATEWAY,
-        REQUEST_SECONDS_BUCKETS, _OUTCOME,
+    a_histogram(
+        "baton_e2e_request_latency_seconds", "From receipt to the last byte.", GATEWAY,
+        REQUEST_SECONDS_BUCKETS, OUTCOME,
     ),
-    _histogram(
+    a_histogram(
         "baton_request_time_per_output_token_seconds",
-        "Mean time between the tokens of one answer.", _GATEWAY, TIME_PER_OUTPUT_TOKEN_BUCKETS,
+        "Mean time between the tokens of one answer.", GATEWAY, TIME_PER_OUTPUT_TOKEN_BUCKETS,
     ),
-    _histogram(
+    a_histogram(
         "baton_request_queue_time_seconds", "Waiting for a turn to compute, of one answer.",
-        _GATEWAY, REQUEST_SECONDS_BUCKETS,
+        GATEWAY, REQUEST_SECONDS_BUCKETS,
     ),
-    _histogram(
+    a_histogram(
         "baton_request_prefill_time_seconds", "From the first turn to the first token.",
-        _GATEWAY, REQUEST_SECONDS_BUCKETS,
+        GATEWAY, REQUEST_SECONDS_BUCKETS,
     ),
-    _histogram(
-        "baton_request_decode_time_seconds", "From the first token to the last.", _GATEWAY,
+    a_histogram(
+        "baton_request_decode_time_seconds", "From the first token to the last.", GATEWAY,
         REQUEST_SECONDS_BUCKETS,
     ),
-    _histogram(
-        "baton_request_prompt_tokens", "Prompt tokens of an answer.", _GATEWAY, TOKEN_BUCKETS
+    a_histogram(
+        "baton_request_prompt_tokens", "Prompt tokens of an answer.", GATEWAY, TOKEN_BUCKETS
     ),
-    _histogram("baton_request_output_tokens", "Tokens of an answer.", _GATEWAY, TOKEN_BUCKETS),
-    _histogram(
-        "baton_stage_seconds", "Seconds of one stage of one answer.", _GATEWAY,
+    a_histogram("baton_request_output_tokens", "Tokens of an answer.", GATEWAY, TOKEN_BUCKETS),
+    a_histogram(
+        "baton_stage_seconds", "Seconds of one stage of one answer.", GATEWAY,
         STAGE_SECONDS_BUCKETS, Label("stage", STAGES),
     ),
-    _counter("baton_prompt_tokens", "Prompt tokens of finished answers.", _GATEWAY),
-    _counter("baton_cached_prompt_tokens", "Prompt tokens whose KV was found.", _GATEWAY),
-    _counter("baton_computed_prompt_tokens", "Prompt tokens whose KV was computed.", _GATEWAY),
-    _counter("baton_output_tokens", "Tokens produced.", _GATEWAY),
-    _counter("baton_stream_resumes", "Times an answer went on at another decode worker.", _GATEWAY),
-    _counter(
+    a_counter("baton_prompt_tokens", "Prompt tokens of finished answers.", GATEWAY),
+    a_counter("baton_cached_prompt_tokens", "Prompt tokens whose KV was found.", GATEWAY),
+    a_counter("baton_computed_prompt_tokens", "Prompt tokens whose KV was computed.", GATEWAY),
+    a_counter("baton_output_tokens", "Tokens produced.", GATEWAY),
+    a_counter("baton_stream_resumes", "Times an answer went on at another decode worker.", GATEWAY),
+    a_counter(
         "baton_prefill_fallbacks",
-        "Answers prefilled by the decode worker against the policy.", _GATEWAY,
+        "Answers prefilled by the decode worker against the policy.", GATEWAY,
     ),
-    _counter(
+    a_counter(
         "baton_handoffs",
         "Hand-offs of sealed logs; handed_off = received + failed + cancelled + in flight.",
-        _GATEWAY, Label("state", HAND_OFF_STATES),
+        GATEWAY, Label("state", HAND_OFF_STATES),
     ),
-    _gauge("baton_handoffs_in_flight", "Hand-offs begun and not ended.", _GATEWAY),
-    _gauge("baton_requests_in_flight", "Answers under way.", _GATEWAY),
-    _gauge("baton_requests_waiting", "Prompts queued at prefill workers, as last heard.", _GATEWAY),
-    _gauge("baton_cleanups_pending", "Ended logs not yet closed.", _GATEWAY),
-    _gauge("baton_kv_cache_usage", "Used part of all arenas, 0 to 1, as last heard.", _GATEWAY),
-    _gauge("baton_kv_pages", "Pages of all arenas, as last heard.", _GATEWAY),
-    _gauge("baton_workers", "Workers heard of, by role and whether they get work.", _GATEWAY,
+    a_gauge("baton_handoffs_in_flight", "Hand-offs begun and not ended.", GATEWAY),
+    a_gauge("baton_requests_in_flight", "Answers under way.", GATEWAY),
+    a_gauge("baton_requests_waiting", "Prompts queued at prefill workers, as last heard.", GATEWAY),
+    a_gauge("baton_cleanups_pending", "Ended logs not yet closed.", GATEWAY),
+    a_gauge("baton_kv_cache_usage", "Used part of all arenas, 0 to 1, as last heard.", GATEWAY),
+    a_gauge("baton_kv_pages", "Pages of all arenas, as last heard.", GATEWAY),
+    a_gauge("baton_workers", "Workers heard of, by role and whether they get work.", GATEWAY,
            Label("role", SERVICES[1:]), Label("routable", ("yes", "no"))),
+    a_gauge("baton_workers_mismatched",
+           "Ready workers without work: their model is not the gateway's.", GATEWAY,
+           Label("role", ("prefill", "decode"))),
+    a_gauge("baton_redis_up", "1 while the gateway's Redis is connected.", GATEWAY),
+    a_counter("baton_redis_asks", "Times a request asked Redis: answered, too late, not asked.",
+             GATEWAY, Label("outcome", REDIS_ASK_OUTCOMES)),
+    a_histogram("baton_redis_ask_seconds", "What a request waited for Redis, at most 50 ms.",
+               GATEWAY, REDIS_SECONDS_BUCKETS),
+    a_counter("baton_redis_connections_lost", "Connections to Redis that broke.", GATEWAY),
+    a_counter("baton_redis_refusals", "Commands that Redis refused.", GATEWAY),
+    a_counter("baton_redis_posts_dropped", "Writes dropped while Redis was away.", GATEWAY),
 )  # fmt: skip
 
 _WORKER_FAMILIES: Final = (
-    _gauge("baton_prefill_pending_requests", "Prompts admitted and not yet sealed.", _PREFILL),
-    _gauge("baton_prefill_running_requests", "Prompts that had a turn to compute.", _PREFILL),
-    _gauge("baton_prefill_waiting_requests", "Prompts that wait for their first turn.", _PREFILL),
-    _gauge("baton_prefill_pending_tokens", "Prompt tokens admitted, not yet computed.", _PREFILL),
-    _gauge("baton_prefill_free_pages", "Free pages of the node's arena, as last seen.", _PREFILL),
-    _histogram(
-        "baton_prefill_compute_seconds", "Computation of one prompt.", _PREFILL,
+    a_gauge("baton_prefill_pending_requests", "Prompts admitted and not yet sealed.", PREFILL),
+    a_gauge("baton_prefill_running_requests", "Prompts that had a turn to compute.", PREFILL),
+    a_gauge("baton_prefill_waiting_requests", "Prompts that wait for their first turn.", PREFILL),
+    a_gauge("baton_prefill_pending_tokens", "Prompt tokens admitted, not yet computed.", PREFILL),
+    a_gauge("baton_prefill_free_pages", "Free pages of the node's arena, as last seen.", PREFILL),
+    a_histogram(
+        "baton_prefill_compute_seconds", "Computation of one prompt.", PREFILL,
         STAGE_SECONDS_BUCKETS,
     ),
-    _histogram(
+    a_histogram(
         "baton_prefill_queue_wait_seconds", "Waiting for turns to compute, of one prompt.",
-        _PREFILL, STAGE_SECONDS_BUCKETS,
+        PREFILL, STAGE_SECONDS_BUCKETS,
     ),
-    _histogram(
+    a_histogram(
         "baton_prefill_kv_pack_seconds", "Checksumming and committing of one prompt's KV.",
-        _PREFILL, STAGE_SECONDS_BUCKETS,
+        PREFILL, STAGE_SECONDS_BUCKETS,
     ),
-    _counter("baton_prefill_computed_tokens", "Prompt tokens computed.", _PREFILL),
-    _counter("baton_prefill_hit_tokens", "Prompt tokens whose KV was found.", _PREFILL),
-    _counter("baton_prefill_kv_bytes", "Bytes of KV committed.", _PREFILL),
-    _counter("baton_prefill_sealed", "Prompts sealed and handed off.", _PREFILL),
-    _counter("baton_prefill_failures", "Runs that ended without a seal.", _PREFILL, _REASON),
-    _gauge("baton_decode_active_sequences", "Sequences that hold a slot.", _DECODE),
-    _gauge("baton_decode_reserved_slots", "Slots held for sequences to come.", _DECODE),
-    _gauge("baton_decode_used_pages", "Pages in the page tables of running sequences.", _DECODE),
-    _histogram("baton_decode_step_tokens", "Tokens of one step.", _DECODE, STEP_BUCKETS),
-    _histogram(
+    a_counter("baton_prefill_computed_tokens", "Prompt tokens computed.", PREFILL),
+    a_counter("baton_prefill_hit_tokens", "Prompt tokens whose KV was found.", PREFILL),
+    a_counter("baton_prefill_kv_bytes", "Bytes of KV committed.", PREFILL),
+    a_counter("baton_prefill_sealed", "Prompts sealed and handed off.", PREFILL),
+    a_counter("baton_prefill_failures", "Runs that ended without a seal.", PREFILL, REASON),
+    a_gauge("baton_decode_active_sequences", "Sequences that hold a slot.", DECODE),
+    a_gauge("baton_decode_kernel_info", "1 for what computes steps here.", DECODE,
+           Label("kernel", STEP_KERNELS)),
+    a_gauge("baton_decode_reserved_slots", "Places held for sequences to come.", DECODE),
+    a_gauge("baton_decode_used_pages", "Pages in the page tables of running sequences.", DECODE),
+    a_histogram("baton_decode_step_tokens", "Tokens of one step.", DECODE, STEP_BUCKETS),
+    a_histogram(
         "baton_inter_token_latency_seconds", "From one step's ack to the next, per sequence.",
-        _DECODE, TIME_PER_OUTPUT_TOKEN_BUCKETS,
+        DECODE, TIME_PER_OUTPUT_TOKEN_BUCKETS,
     ),
-    _histogram(
+    a_histogram(
         "baton_decode_kv_transfer_seconds", "From the hand-off's command to its page table.",
-        _DECODE, STAGE_SECONDS_BUCKETS,
+        DECODE, STAGE_SECONDS_BUCKETS,
     ),
-    _counter("baton_decode_output_tokens", "Tokens acked.", _DECODE),
-    _counter(
+    a_counter("baton_decode_output_tokens", "Tokens acked.", DECODE),
+    a_counter(
         "baton_decode_recomputed_tokens", "Tokens whose KV was computed again after a loss.",
-        _DECODE,
+        DECODE,
     ),
-    _counter("baton_decode_preemptions", "Sequences ended for want of a page.", _DECODE),
-    _counter("baton_decode_received", "Sequences that joined.", _DECODE),
-    _counter(
+    a_counter(
+        "baton_decode_preemptions", "Sequences that gave up their slot and go on later: for pages, "
+        "for a higher class, for another tenant's share.",
+        DECODE, Label("cause", ("pages", "class", "tenant")),
+    ),
+    a_gauge(
+        "baton_decode_gap_seconds", "From one step to the next, recently: with nothing beside "
+        "them, or a local prefill.", DECODE, Label("beside", ("nothing", "prompt")),
+    ),
+    a_gauge(
+        "baton_decode_local_prefill_rest_ratio", "Seconds that a local prefill rests for each "
+        "that it computes, so that the others' tokens keep coming.", DECODE,
+    ),
+    a_gauge("baton_decode_waiting_sequences", "Sequences that wait for a slot or pages.", DECODE,
+           Label("class", ("interactive", "batch"))),
+    a_histogram(
+        "baton_decode_queue_wait_seconds", "From a sequence's command to its first slot.",
+        DECODE, STAGE_SECONDS_BUCKETS, Label("class", ("interactive", "batch")),
+    ),
+    a_counter("baton_decode_received", "Sequences that joined.", DECODE),
+    a_counter(
         "baton_decode_cancel_reclaims", "Sequences ended by a cancel, their slot free again.",
-        _DECODE,
+        DECODE,
     ),
-    _counter(
-        "baton_decode_sequences_ended", "Sequences that ended, by outcome.", _DECODE,
-        Label("outcome", (FINISHED, *_REASONS)),
+    a_counter(
+        "baton_decode_sequences_ended", "Sequences that ended, by outcome.", DECODE,
+        Label("outcome", (FINISHED, *REASONS)),
     ),
-    _gauge("baton_worker_held_logs", "Logs this worker may write.", (*_PREFILL, *_DECODE)),
-    _gauge("baton_worker_kv_cache_usage", "Used part of the node's arena, 0 to 1, as last seen.",
-           (*_PREFILL, *_DECODE)),
-    _gauge("baton_worker_arena_info", "1, with the arena's shape as labels.",
-           (*_PREFILL, *_DECODE), Label("block_tokens"), Label("pages")),
+    a_counter(
+        "baton_worker_golden_checks", "Golden checks of the live weights, by path and outcome.",
+        (*PREFILL, *DECODE), Label("path", STEP_KERNELS), Label("outcome", ("passed", "failed")),
+    ),
+    a_gauge(
+        "baton_worker_golden_distance",
+        "Relative L2 of the last check: from the reference, or from the start if that is more.",
+        (*PREFILL, *DECODE), Label("path", STEP_KERNELS),
+    ),
+    a_gauge("baton_worker_degraded", "1 where the step kernel failed its check and torch serves.",
+           (*PREFILL, *DECODE)),
+    a_gauge("baton_worker_held_logs", "Logs this worker may write.", (*PREFILL, *DECODE)),
+    a_gauge("baton_worker_kv_cache_usage", "Used part of the node's arena, 0 to 1, as last seen.",
+           (*PREFILL, *DECODE)),
+    a_gauge("baton_worker_arena_info", "1, with the arena's shape as labels.",
+           (*PREFILL, *DECODE), Label("block_tokens"), Label("pages")),
 )  # fmt: skip
 
-_STORE_FAMILIES: Final = (
-    _gauge(
-        "baton_kvstore_pages", "Arena pages by state; their sum is baton_kvstore_arena_pages.",
-        _KVSTORE, Label("state", PAGE_STATES),
+SHARE_BUCKETS: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+
+_MOVE_FAMILIES: Final = (
+    a_counter(
+        "baton_logs_brought",
+        "Logs brought to the decode worker's kvstore from another one, by how: moved, or after a "
+        "fault forked or reopened from tokens.", GATEWAY,
+        Label("how", ("moved", "forked", "reopened")),
     ),
-    _gauge("baton_kvstore_arena_pages", "All pages of the arena.", _KVSTORE),
-    _gauge("baton_kvstore_logs", "Logs, open and kept.", _KVSTORE),
-    _gauge("baton_kvstore_leases", "Logs with a writer.", _KVSTORE),
-    _gauge("baton_kvstore_pins", "Holds of pages by transfers under way.", _KVSTORE),
-    _gauge("baton_kvstore_transfers_open", "Blob transfers under way.", _KVSTORE),
-    _gauge("baton_kvstore_prefixes", "Published prefixes.", _KVSTORE),
-    _gauge("baton_kvstore_index_blocks", "Blocks in the prefix index.", _KVSTORE),
-    _gauge("baton_kvstore_workers", "Attached workers.", _KVSTORE),
-    _gauge("baton_kvstore_log_segments", "Segments on disk.", _KVSTORE),
-    _counter("baton_kvstore_log_records", "Log records.", _KVSTORE),
-    _counter("baton_kvstore_log_groups", "Group commits.", _KVSTORE),
-    _counter("baton_kvstore_stale_writes_refused", "Stale writes refused.", _KVSTORE),
-    _counter("baton_kvstore_kv_evicted_logs", "Kept logs whose KV was evicted.", _KVSTORE),
-    _counter("baton_kvstore_kv_damaged", "Blocks found damaged: checksum failures.", _KVSTORE),
-    _counter("baton_kvstore_lookup_tokens", "Prompt tokens looked for in the cache.", _KVSTORE),
-    _counter("baton_kvstore_hit_tokens", "Prompt tokens found in the cache.", _KVSTORE),
-    _counter("baton_kvstore_appends", "Append entries received.", _KVSTORE),
-    _counter("baton_kvstore_append_messages", "Append messages, a group commit each.", _KVSTORE),
-    _counter("baton_kvstore_appends_refused", "Append entries refused.", _KVSTORE, _REASON),
-    _histogram(
-        "baton_kvstore_log_flush_seconds", "One fdatasync of the log.", _KVSTORE, FLUSH_BUCKETS
+    a_histogram(
+        "baton_hidden_transfer_share",
+        "Part of a moved log's bytes that was copied while its prompt was computed.", GATEWAY,
+        SHARE_BUCKETS,
     ),
-    _counter(
-        "baton_kvstore_blob_bytes", "Blob payload bytes moved.", _KVSTORE,
-        Label("direction", ("in", "out")),
+    a_counter(
+        "baton_kvstore_moves", "Logs moved here from another kvstore, or not.", KVSTORE,
+        Label("outcome", (OK, *REASONS)),
     ),
+    a_histogram(
+        "baton_kvstore_move_seconds", "From the wish for a log to its opening here.", KVSTORE,
+        STAGE_SECONDS_BUCKETS,
+    ),
+    a_histogram(
+        "baton_kvstore_move_verify_seconds", "Comparing one moved log's bytes with their CRCs.",
+        KVSTORE, STAGE_SECONDS_BUCKETS,
+    ),
+    a_histogram(
+        "baton_kvstore_move_hidden_transfer_share",
+        "Part of a moved log's bytes that was copied before its move.", KVSTORE, SHARE_BUCKETS,
+    ),
+    a_gauge(
+        "baton_kvstore_moves_unconfirmed",
+        "Logs that moved away and whose new home has not confirmed.", KVSTORE,
+    ),
+    a_histogram(
+        "baton_kvstore_transfer_registration_seconds",
+        "Making pages known to the transport before one run of them.", KVSTORE,
+        STAGE_SECONDS_BUCKETS, Label("transport", TRANSPORTS),
+    ),
+    a_histogram(
+        "baton_kvstore_transfer_sync_seconds",
+        "Coming to terms with the other side about one run of pages.", KVSTORE,
+        STAGE_SECONDS_BUCKETS, Label("transport", TRANSPORTS),
+    ),
+    a_counter(
+        "baton_kvstore_transfers_broken", "Runs of pages that broke off, by reason.", KVSTORE,
+        Label("transport", TRANSPORTS), REASON,
+    ),
+    a_counter(
+        "baton_kvstore_transport_choices", "Transports chosen for a log's pages, and why.",
+        KVSTORE, Label("transport", TRANSPORTS), Label("why", TRANSPORT_WHYS),
+    ),
+    a_gauge("baton_kvstore_replicas", "Logs of other kvstores that are coming here.", KVSTORE),
 )  # fmt: skip
 
 _OTHER_FAMILIES: Final = (
-    _counter(
-        "baton_splices", "Splices by outcome.", _MERGER, Label("outcome", (OK, *_REASONS))
+    a_counter(
+        "baton_splices", "Splices by outcome.", MERGER, Label("outcome", (OK, *REASONS))
     ),
-    _counter("baton_materialised_bytes", "KV bytes passed on.", _MERGER),
-    _histogram(
+    a_counter("baton_materialised_bytes", "KV bytes passed on.", MERGER),
+    a_histogram(
         "baton_transfer_seconds", "Hand-overs of KV: from the wish to the bytes being usable.",
-        _DECODE, STAGE_SECONDS_BUCKETS, *_TRANSFER_LABELS,
+        MOVERS, STAGE_SECONDS_BUCKETS, *TRANSFER_LABELS,
     ),
-    _histogram(
-        "baton_transfer_queue_seconds", "Waiting before a hand-over of KV began.", _DECODE,
-        STAGE_SECONDS_BUCKETS, *_TRANSFER_LABELS,
+    a_histogram(
+        "baton_transfer_queue_seconds", "Waiting before a hand-over of KV began.", MOVERS,
+        STAGE_SECONDS_BUCKETS, *TRANSFER_LABELS,
     ),
-    _counter(
+    a_counter(
         "baton_transfer_bytes", "Bytes of KV handed over; by reference where transport is shm.",
-        _DECODE, *_TRANSFER_LABELS,
+        MOVERS, *TRANSFER_LABELS,
     ),
-    _gauge(
-        "baton_transfer_bytes_per_second", "Bandwidth of the newest hand-over.", _DECODE,
-        *_TRANSFER_LABELS,
+    a_gauge(
+        "baton_transfer_bytes_per_second", "Bandwidth of the newest hand-over.", MOVERS,
+        *TRANSFER_LABELS,
     ),
-    _counter("baton_transfer_retries", "Hand-overs tried again.", _DECODE, *_TRANSFER_LABELS),
-    _counter(
-        "baton_transfer_checksum_failures", "Hand-overs whose bytes did not verify.", _DECODE,
-        *_TRANSFER_LABELS,
+    a_counter("baton_transfer_retries", "Hand-overs tried again.", MOVERS, *TRANSFER_LABELS),
+    a_counter(
+        "baton_transfer_checksum_failures", "Hand-overs whose bytes did not verify.", MOVERS,
+        *TRANSFER_LABELS,
     ),
-    _gauge("baton_info", "1, with the service's name.", SERVICES, Label("service")),
-    _gauge("baton_spans_kept", "Spans kept for /debug/traces.", SERVICES),
-    _counter(
+    a_gauge("baton_info", "1, with the service's name.", SERVICES, Label("service")),
+    a_gauge("baton_spans_kept", "Spans kept for /debug/traces.", SERVICES),
+    a_counter(
         "grpc_server_call_started", "Calls begun.", SERVICES,
         Label("grpc_method", values_max=RPC_METHODS_MAX),
     ),
-    _histogram(
+    a_histogram(
         "grpc_server_call_duration_seconds", "From the call's begin to its status.", SERVICES,
         RPC_SECONDS_BUCKETS, Label("grpc_method", values_max=RPC_METHODS_MAX),
         Label("grpc_status", values_max=len(grpc.StatusCode)),
@@ -336,7 +330,13 @@ _OTHER_FAMILIES: Final = (
 
 FAMILIES: Final = {
     family.name: family
-    for family in (*_GATEWAY_FAMILIES, *_WORKER_FAMILIES, *_STORE_FAMILIES, *_OTHER_FAMILIES)
+    for family in (
+        *_GATEWAY_FAMILIES,
+        *_WORKER_FAMILIES,
+        *STORE_FAMILIES,
+        *_MOVE_FAMILIES,
+        *_OTHER_FAMILIES,
+    )
 }
 """By name, without `_total`."""
 

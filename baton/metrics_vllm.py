@@ -15,7 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.metrics import Metrics
-from baton.metrics_table import FAMILIES, Kind
+from baton.metrics_families import Kind
+from baton.metrics_table import FAMILIES
 
 ENGINE: Final = "0"
 """vLLM numbers the engines of one process; we have one."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 UCX_IMPORT_TIMEOUT_S = 20.0
 HEALTH_TIMEOUT_S = 1.0
@@ -43,12 +44,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the report."""
+    """One line of the report; `figures` are what it was judged by, where that was measured."""
 
     name: str
     status: Status
     detail: str
     remedy: str = ""
+    figures: Mapping[str, Any] | None = None
 
 
 def check_python(version: tuple[int, ...]) -> Check:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import sys
 from enum import IntEnum
+from typing import Final
 
 from rich.console import Console
+
+PIPED_COLUMNS: Final = 10_000
 
 
 class ExitCode(IntEnum):
@@ -53,8 +56,13 @@ def read_stdin(chars_max: int) -> str:
 
 
 def output() -> Console:
-    """Where results go. Made anew each time, so that it follows a redirected stdout."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    """Where results go. Made anew each time, so that it follows a redirected stdout.
+
+    Where no terminal has a width, a line is as long as it is: programs read it, and `grep`.
+    """
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(highlight=False, soft_wrap=True, width=PIPED_COLUMNS)
 
 
 def errors() -> Console:

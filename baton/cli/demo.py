@@ -22,11 +22,12 @@ from baton.cli.console import CommandFailed, output
 from baton.cli.up import (
     MODEL_DEFAULT,
     ClusterView,
+    check_arena,
     check_ports,
     ensure_model,
     raise_cluster_failure,
 )
-from baton.launcher.cluster import arena_dir, prepare, remove_arena_dir
+from baton.launcher.cluster import arena_dir, prepare, remove_arena_dir, this_machine
 from baton.launcher.plan import ClusterOptions
 from baton.launcher.rundir import RunDir
 from baton.launcher.supervisor import Supervisor
@@ -147,12 +148,17 @@ def demo(
             grpc_port=grpc_port,
             run_dir=Path(folder),
             arena_dir=arena_dir(Path(folder)),
+            # The folder may be memory itself, and nothing of it is found again.
+            nvme_bytes=0,
         )
         check_ports(options)
+        check_arena(options, this_machine(options.arena_dir))
         try:
             with RunDir(options.run_dir) as held, ClusterView(is_live=sys.stdout.isatty()) as view:
                 cluster = prepare(options, held, on_change=view.show)
-                asyncio.run(_run(cluster, view, f"http://127.0.0.1:{http_port}", max_tokens))
-            remove_arena_dir(options.arena_dir)
+                try:
+                    asyncio.run(_run(cluster, view, f"http://127.0.0.1:{http_port}", max_tokens))
+                finally:
+                    remove_arena_dir(options.arena_dir)
         except BaseExceptionGroup as group:
             raise_cluster_failure(group)

@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -23,10 +24,13 @@ from rich.table import Table
 from rich.text import Text
 
 from baton import models
-from baton.cli import checks
+from baton.cli import checks, probe, thread_check
 from baton.cli.checks import MIB, SHM, Check, Status
 from baton.cli.console import ExitCode, output
+from baton.cli.disk_check import check_disk_tier, free_disk, nearest, takes_direct_io
+from baton.cli.kv_doctor import check_scrub
 from baton.errors import ServiceError
+from baton.launcher.rundir import default_run_dir
 
 DISTRIBUTION = "baton-serving"
 LOOPBACK = "127.0.0.1"
@@ -85,6 +89,8 @@ def examine(host: str, ports: Iterable[int], arena_bytes: int, model: str) -> li
             checks.free_shared_memory(), checks.memory_available(), arena_bytes
         )
     )
+    disk = nearest(default_run_dir())
+    found.append(check_disk_tier(disk, free_disk(disk), is_direct=takes_direct_io(disk)))
     found.append(checks.check_open_files(soft, hard))
     found.append(checks.check_shm_transport(SHM))
     found.append(checks.check_stream_transport(importlib.util.find_spec("grpc") is not None))
@@ -92,7 +98,17 @@ def examine(host: str, ports: Iterable[int], arena_bytes: int, model: str) -> li
     found.append(check_model(model))
     found.append(checks.check_capability_key(environment))
     found.append(checks.check_bind_addresses(environment))
+    found += check_scrub(Path(environment.get("BATON_UP_RUN_DIR") or default_run_dir()))
     return found
+
+
+def check_decode_threads(model: str) -> Check:
+    """One thread or two for decode, measured with the model; a few seconds."""
+    try:
+        path = models.locate(model)
+    except ServiceError as problem:
+        return thread_check.check_threads(problem.message)
+    return thread_check.check_threads(thread_check.measure_threads(path))
 
 
 def ucx_problem(try_import: Callable[[], str | None]) -> str | None:
@@ -106,6 +122,7 @@ def as_json(found: list[Check]) -> str:
     """The report for programs."""
     rows = [
         {"name": c.name, "status": str(c.status), "detail": c.detail, "remedy": c.remedy or None}
+        | ({} if c.figures is None else {"figures": dict(c.figures)})
         for c in found
     ]
     is_ok = all(check.status is not Status.FAIL for check in found)
@@ -137,17 +154,53 @@ def doctor(
     is_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     port: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=65535, help="A port that must be free; repeatable. Default: 8080."),
+        typer.Option(
+            min=1,
+            max=65535,
+            metavar="PORT",
+            help="A port that must be free; repeatable. Default: 8080.",
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address the gateway will listen on.")] = LOOPBACK,
-    arena_mib: Annotated[int, typer.Option(min=1, help="Host arena that must fit.")] = 256,
-    model: Annotated[str, typer.Option(help="The model to look for.")] = "smollm2",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address the gateway will listen on.")
+    ] = LOOPBACK,
+    arena_mib: Annotated[
+        int, typer.Option(min=1, metavar="MIB", help="Host arena that must fit.")
+    ] = 256,
+    model: Annotated[str, typer.Option(metavar="NAME", help="The model to look for.")] = "smollm2",
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out what is measured: the decode threads.")
+    ] = False,
+    probe_target: Annotated[
+        str | None,
+        typer.Option(
+            "--probe",
+            metavar="HOST[:PORT]",
+            help="Only measure how fast KV would come from the kvstore there "
+            f"(port {probe.PORT_DEFAULT} unless given).",
+        ),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster-key-file",
+            envvar="BATON_KV_CLUSTER_KEY_FILE",
+            show_default="the public development key",
+            help="The cluster's key, for --probe.",
+        ),
+    ] = None,
 ) -> None:
-    """Check this machine: versions, ports, memory, limits, transports, model, keys, addresses.
+    """Check this machine: versions, ports, memory, limits, transports, model, keys, addresses; and
+    measure for a few seconds how many threads decode should have here.
 
     Leaves with 1 when a check says FAIL. Example: baton doctor --json
     """
+    if probe_target is not None:
+        probe.show(probe.probe(probe_target, key_file), is_json=is_json)
+        return
     found = examine(host, port or PORTS, arena_mib * MIB, model)
+    if not is_quick:
+        found.append(check_decode_threads(model))
     if is_json:
         output().print(as_json(found), markup=False)
     else:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli import chat, demo, doctor, health, models, prefix, trace, up
+from baton.cli import chat, demo, doctor, health, kv, models, prefix, session, trace, up
 from baton.cli.console import CommandFailed, ExitCode, output, show_error
 from baton.errors import ServiceError
 
@@ -98,9 +98,11 @@ def build_app() -> typer.Typer:
     add(app, "chat", chat.chat)
     add(app, "models", models.app)
     add(app, "prefix", prefix.app)
+    add(app, "session", session.app)
     add(app, "doctor", doctor.doctor)
     add(app, "health", health.health)
     add(app, "trace", trace.trace)
+    add(app, "kv", kv.app)
     add(app, "version", show_version)
     for problem in add_entry_points(app, importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
         show_error(problem)

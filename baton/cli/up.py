@@ -25,15 +25,26 @@ from rich.table import Table
 from baton import models
 from baton.cli.console import CommandFailed, ExitCode, output
 from baton.cli.models import pull_with_progress
+from baton.engine.config import read_config
 from baton.errors import Reason, ServiceError
-from baton.launcher.cluster import arena_dir, prepare, remove_arena_dir
-from baton.launcher.plan import ClusterOptions
+from baton.kv.layout import KvDtype
+from baton.launcher.cluster import (
+    SHARED_MEMORY,
+    arena_dir,
+    prepare,
+    remove_arena_dir,
+    remove_nvme_files,
+    this_machine,
+)
+from baton.launcher.plan import ClusterOptions, Machine, arena_bytes
 from baton.launcher.ports import is_free
 from baton.launcher.rundir import RunDir, RunDirBusy, default_run_dir, running_pid
 from baton.launcher.supervisor import Child, ChildState, ClusterFailed, Supervisor
 
 DOWN_TIMEOUT_S: Final = 60.0
 MODEL_DEFAULT: Final = "smollm2"
+ARENA_TOKENS_MIN: Final = 1024
+KV_DTYPES: Final = {"bfloat16": KvDtype.BF16, "float32": KvDtype.F32, "int8": KvDtype.INT8}
 
 _MARKS: Final = {
     ChildState.STARTING: ("yellow", "…"),
@@ -49,6 +60,13 @@ class Dtype(StrEnum):
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+
+
+class KvType(StrEnum):
+    """What KV is stored in."""
+
+    COMPUTED = "computed"
+    INT8 = "int8"
 
 
 class PrefillMode(StrEnum):
@@ -165,6 +183,27 @@ def check_ports(options: ClusterOptions) -> None:
             )
 
 
+def check_arena(options: ClusterOptions, machine: Machine) -> None:
+    """Refuse an arena that could not hold even one conversation, before anything is started."""
+    config = read_config(models.resolve(options.model).path)
+    geometry = config.kv_geometry(options.block_tokens, KV_DTYPES[options.stored_dtype])
+    wanted = min(ARENA_TOKENS_MIN, config.max_context)
+    needed_bytes = -(-wanted // options.block_tokens) * geometry.slot_bytes
+    size_bytes = arena_bytes(options, machine)
+    if size_bytes >= needed_bytes:
+        return
+    tokens = size_bytes // geometry.slot_bytes * options.block_tokens
+    remedy = f"give --arena-bytes {needed_bytes} or more"
+    if options.arena_bytes is None:
+        remedy = f"free shared memory ({SHARED_MEMORY}), or mount it larger; {remedy}"
+    raise CommandFailed(
+        f"an arena of {size_bytes} bytes holds {tokens} tokens of this model, "
+        f"fewer than {wanted}: prompts would be refused",
+        remedy=remedy,
+        exit_code=ExitCode.USAGE,
+    )
+
+
 async def run_cluster(cluster: Supervisor, view: ClusterView, options: ClusterOptions) -> None:
     """Start, say where it serves, watch it until SIGINT or SIGTERM, stop."""
     loop = asyncio.get_running_loop()
@@ -242,9 +281,14 @@ def run_until_stopped(options: ClusterOptions) -> None:
             RunDir(options.run_dir) as held,
             ClusterView(is_live=sys.stdout.isatty()) as view,
         ):
+            check_arena(options, this_machine(options.arena_dir))
             cluster = prepare(options, held, on_change=view.show)
-            asyncio.run(run_cluster(cluster, view, options))
-        remove_arena_dir(options.arena_dir)
+            try:
+                asyncio.run(run_cluster(cluster, view, options))
+            finally:
+                # While the run directory is ours: nobody's kvstore is between two lives.
+                remove_arena_dir(options.arena_dir)
+                remove_nvme_files(options)
     except RunDirBusy as problem:
         raise CommandFailed(
             str(problem),
@@ -254,11 +298,65 @@ def run_until_stopped(options: ClusterOptions) -> None:
         raise_cluster_failure(group)
 
 
+ArenaBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        envvar="BATON_UP_ARENA_BYTES",
+        min=1 << 20,
+        show_default="half of free shared memory, at most 1 GiB",
+        help="Bytes of the KV arena.",
+    ),
+]
+
+QuotasOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="BATON_UP_QUOTAS",
+        exists=True,
+        help="Each tenant's bytes of KV per tier; read again when it changes.",
+    ),
+]
+NodesOption = Annotated[
+    int,
+    typer.Option(
+        envvar="BATON_UP_NODES",
+        min=1,
+        max=8,
+        help="Kvstores, each with an arena and workers of its own, as on so many machines.",
+    ),
+]
+NvmeBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        envvar="BATON_UP_NVME_BYTES",
+        min=0,
+        show_default="a tenth of the free disk, at most 1 GiB",
+        help="Bytes of the NVMe tier, for KV that nobody used lately; 0: none.",
+    ),
+]
+NvmeDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="BATON_UP_NVME_DIR",
+        show_default="in the run directory, removed at the end",
+        help="Where it lies; what stands there is found again by the next start.",
+    ),
+]
+
+KvTypeOption = Annotated[
+    KvType,
+    typer.Option(
+        envvar="BATON_UP_KV_DTYPE", help="int8 halves KV; every answer is then approximate."
+    ),
+]
+
+
 def up(
     model: Annotated[str, typer.Option(envvar="BATON_UP_MODEL", help="Name or path.")] = (
         MODEL_DEFAULT
     ),
     dtype: Annotated[Dtype, typer.Option(envvar="BATON_UP_DTYPE")] = Dtype.BFLOAT16,
+    kv_dtype: KvTypeOption = KvType.COMPUTED,
     http_port: Annotated[
         int, typer.Option(envvar="BATON_UP_HTTP_PORT", min=1, max=65535, help="REST port.")
     ] = 8080,
@@ -271,15 +369,10 @@ def up(
     decode: Annotated[
         int, typer.Option(envvar="BATON_UP_DECODE", min=1, max=16, help="Decode workers.")
     ] = 1,
-    arena_bytes: Annotated[
-        int | None,
-        typer.Option(
-            envvar="BATON_UP_ARENA_BYTES",
-            min=1 << 20,
-            show_default="half of free shared memory, at most 1 GiB",
-            help="Bytes of the KV arena.",
-        ),
-    ] = None,
+    nodes: NodesOption = 1,
+    arena_bytes: ArenaBytesOption = None,
+    nvme_bytes: NvmeBytesOption = None,
+    nvme_dir: NvmeDirOption = None,
     kernel: Annotated[
         Kernel, typer.Option(envvar="BATON_UP_KERNEL", help="What computes decode steps.")
     ] = Kernel.AUTO,
@@ -298,6 +391,7 @@ def up(
         Path | None,
         typer.Option(envvar="BATON_UP_TENANTS_FILE", exists=True, help="Tenants and their keys."),
     ] = None,
+    quotas: QuotasOption = None,
     log_level: Annotated[LogLevel, typer.Option(envvar="BATON_UP_LOG_LEVEL")] = LogLevel.INFO,
 ) -> None:
     """Run the whole cluster on this machine until Ctrl-C.
@@ -307,17 +401,22 @@ def up(
     options = ClusterOptions(
         model=model,
         dtype=dtype.value,
+        kv_dtype=kv_dtype.value,
         http_port=http_port,
         grpc_port=grpc_port,
+        nodes=nodes,
         prefill_workers=prefill,
         decode_workers=decode,
         arena_bytes=arena_bytes,
+        nvme_bytes=nvme_bytes,
+        nvme_dir=nvme_dir,
         chunk_tokens=chunk_tokens,
         kernel=kernel.value,
         prefill_mode=prefill_mode.value,
         run_dir=run_dir or default_run_dir(),
         arena_dir=arena_dir(run_dir or default_run_dir()),
         tenants_file=tenants_file,
+        quotas=quotas,
         log_level=log_level.value,
     )
     run_until_stopped(options)

@@ -53,6 +53,7 @@ POINTS: Final[Mapping[str, Point]] = MappingProxyType(
         "prefill.after_seal": Point("sealed, token 1 not sent to the gateway"),
         "decode.before_accept": Point("hand-off received, log not taken"),
         "decode.mid_fetch": Point("log taken and replayed, nothing computed on its pages"),
+        "decode.before_append": Point("a step computed and its KV written, its append not sent"),
         "decode.first_token": Point("first own token appended, not sent"),
         "decode.step": Point("before a step over the running sequences"),
         "kv.get": Point("a lookup or read of KV asked for", FLOW | _ABSENT),
@@ -60,6 +61,25 @@ POINTS: Final[Mapping[str, Point]] = MappingProxyType(
         "kv.before_commit": Point("checkpoint checked, its record not written"),
         "kv.after_commit": Point("checkpoint recorded, not acknowledged"),
         "kv.before_append": Point("appends checked, their group commit not written"),
+        "move.before_fence": Point("old home asked to give a log away, nothing recorded"),
+        "move.after_fence": Point("MOVED on disk, its answer not sent"),
+        "move.mid_send": Point("a chunk of moved pages read, not sent", FLOW | _DATA),
+        "move.before_drop": Point("new home confirmed, the old home's pages not dropped"),
+        "move.after_drop": Point("old home's pages dropped, not acknowledged"),
+        "adopt.before_move": Point("room made at the new home, the old one not asked"),
+        "adopt.after_move": Point("state received at the new home, the missing pages not"),
+        "adopt.mid_fetch": Point("a chunk of pages received at the new home, not written"),
+        "adopt.before_open": Point("all pages verified, OPEN not recorded"),
+        "adopt.after_open": Point("OPEN recorded, not acknowledged"),
+        "adopt.before_done": Point("OPEN on disk, the old home not told"),
+        "nvme.read": Point("slots of the NVMe tier read, not yet verified", FLOW | _DATA),
+        "nvme.write": Point("pages verified, not written to the NVMe tier"),
+        "worker.native_weights": Point(
+            "a round of golden checks passed; the step kernel's weights", FLOW | _FLIP
+        ),
+        "worker.torch_weights": Point(
+            "a round of golden checks passed; the torch path's embedding", FLOW | _FLIP
+        ),
         "pool.alloc": Point("pages asked of an arena", FLOW | _ABSENT),
         "merger.splice": Point("segments validated, not spliced"),
     }

@@ -6,6 +6,7 @@ Owns the order of the preparations. Used by `baton up`, `baton demo` and the end
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Final
 
 from baton.capability import CapabilitySigner, Claims, Right
 from baton.clock import SystemClock
-from baton.launcher.plan import ChildSpec, ClusterOptions, Machine, build_plan
+from baton.launcher.plan import ChildSpec, ClusterOptions, Machine, build_plan, nvme_dir
 from baton.launcher.ports import PortReservation
 from baton.launcher.rundir import RunDir
 from baton.launcher.supervisor import Child, Supervisor
@@ -26,10 +27,27 @@ METRICS_TARGETS_FILE: Final = "metrics-targets.json"
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  the kernel's tmpfs, not a temporary file
 
 
-def this_machine() -> Machine:
-    """Cores that this process may use, and free shared memory in bytes."""
+def this_machine(arenas: Path | None = None, disk: Path | None = None) -> Machine:
+    """Cores that this process may use, free shared memory and, where NVMe tiers are to be, free
+    bytes of the disk.
+
+    What lies in the arena directory `arenas` and in `disk` counts as free: it is used again, or
+    replaced.
+    """
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else 0
-    return Machine(cores=len(os.sched_getaffinity(0)), shm_free_bytes=free)
+    if arenas is not None:
+        free += sum(path.stat().st_size for path in arenas.glob("arena-*.kv"))
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        shm_free_bytes=free,
+        disk_free_bytes=0 if disk is None else _disk_free_bytes(disk),
+    )
+
+
+def _disk_free_bytes(directory: Path) -> int:
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    used_again = sum(path.stat().st_size for path in directory.glob(NVME_FILE))
+    return shutil.disk_usage(there).free + used_again
 
 
 def arena_dir(run_dir: Path) -> Path:
@@ -38,10 +56,54 @@ def arena_dir(run_dir: Path) -> Path:
     return SHARED_MEMORY / f"baton-{os.getuid()}" / name
 
 
+NVME_FILE: Final = "nvme-*.kv"
+ARENA_FILES: Final = ("arena-*.kv", "arena-*.new", "*.sock")
+"""What kvstores put into an arena directory, and leave there: who made it removes it."""
+
+
 def remove_arena_dir(path: Path) -> None:
-    """Remove a stopped cluster's arena directory; one that still holds something stays."""
+    """Remove a stopped cluster's arenas and their directory.
+
+    Nothing goes while a kvstore has one of them; a directory that holds something else stays.
+    """
+    if any(_is_locked(arena) for arena in path.glob("arena-*.kv")):
+        return
+    for pattern in ARENA_FILES:
+        for file in path.glob(pattern):
+            file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.rmdir()
+
+
+def remove_nvme_files(options: ClusterOptions) -> None:
+    """Remove a stopped cluster's NVMe tiers, unless the user chose their place: then what stands
+    there is found again. Nothing goes while a kvstore has one of them.
+    """
+    if options.nvme_dir is None:
+        remove_nvme_dir(nvme_dir(options))
+
+
+def remove_nvme_dir(path: Path) -> None:
+    """Remove the files of NVMe tiers and their directory, as `remove_arena_dir` does."""
+    if any(_is_locked(file) for file in path.glob(NVME_FILE)):
+        return
+    for pattern in (NVME_FILE, "nvme-*.new"):
+        for file in path.glob(pattern):
+            file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def _is_locked(slots: Path) -> bool:
+    """Whether a running kvstore has this arena or NVMe tier."""
+    try:
+        with slots.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def worker_capability(key: bytes) -> str:
@@ -78,7 +140,7 @@ def prepare(
     ports = PortReservation(options.host)
     specs = build_plan(
         options,
-        this_machine(),
+        this_machine(options.arena_dir, nvme_dir(options)),
         next_port=ports.next_port,
         key_file=run_dir.key_file(),
         worker_capability=worker_capability(run_dir.key()),

@@ -17,10 +17,24 @@ ARENA_BYTES_MAX: Final = 1 << 30
 ARENA_SHARE_OF_FREE: Final = 0.5
 """An arena is touched whole at start; half of what is free leaves room for everybody else."""
 
+NVME_BYTES_MAX: Final = 1 << 30
+NVME_SHARE_OF_FREE: Final = 0.1
+NVME_BYTES_MIN: Final = 64 << 20
+"""A disk with so little left is for other things: then there is no NVMe tier."""
+
+
+COMPUTED: Final = "computed"
+"""KV is stored in the type of computation."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """What the user chose. Sizes in bytes; threads None means: divide the cores."""
+    """What the user chose. Sizes in bytes, arenas and NVMe tiers per node; threads None means:
+    divide the cores. `nvme_bytes` 0: no NVMe tier; `nvme_dir` None: in the run directory.
+
+    `nodes`: kvstores with arenas of their own, as if on so many machines. Prefill workers are dealt
+    to them in turn from the first, decode workers from the last.
+    """
 
     model: str
     run_dir: Path
@@ -28,19 +42,29 @@ class ClusterOptions:
     http_port: int
     grpc_port: int
     dtype: str = "bfloat16"
+    kv_dtype: str = COMPUTED
     host: str = "127.0.0.1"
+    nodes: int = 1
     prefill_workers: int = 1
     decode_workers: int = 1
     prefill_threads: int | None = None
     decode_threads: int | None = None
     arena_bytes: int | None = None
+    nvme_bytes: int | None = None
+    nvme_dir: Path | None = None
     block_tokens: int = 16
     chunk_tokens: int = 256
     prefill_mode: str = "auto"
     kernel: str = "auto"
     log_level: str = "info"
     tenants_file: Path | None = None
+    quotas: Path | None = None
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def stored_dtype(self) -> str:
+        """What pages hold, as the kvstore calls it."""
+        return self.dtype if self.kv_dtype == COMPUTED else self.kv_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +73,7 @@ class Machine:
 
     cores: int
     shm_free_bytes: int
+    disk_free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +106,26 @@ def arena_bytes(options: ClusterOptions, machine: Machine) -> int:
     """Size of the host arena: as asked for, else what fits beside everybody else."""
     if options.arena_bytes is not None:
         return options.arena_bytes
-    return min(ARENA_BYTES_MAX, int(machine.shm_free_bytes * ARENA_SHARE_OF_FREE))
+    share = ARENA_SHARE_OF_FREE / options.nodes
+    return min(ARENA_BYTES_MAX, int(machine.shm_free_bytes * share))
+
+
+def nvme_bytes(options: ClusterOptions, machine: Machine) -> int:
+    """Size of each NVMe tier: as asked for, else a modest part of the disk; 0: none."""
+    if options.nvme_bytes is not None:
+        return options.nvme_bytes
+    share = int(machine.disk_free_bytes * NVME_SHARE_OF_FREE / options.nodes)
+    return min(NVME_BYTES_MAX, share) if share >= NVME_BYTES_MIN else 0
+
+
+def nvme_dir(options: ClusterOptions) -> Path:
+    """The directory of the NVMe tiers' files."""
+    return options.nvme_dir or options.run_dir / "nvme"
+
+
+def kvstore_port_file(run_dir: Path, node: int) -> Path:
+    """The file that gets one node's kvstore's host:port once it is ready."""
+    return run_dir / f"kvstore-{node}.port"
 
 
 def build_plan(
@@ -101,22 +145,40 @@ def build_plan(
     threads = divide_cores(machine.cores, options.prefill_workers, options.decode_workers)
     prefill_threads = options.prefill_threads or threads[0]
     decode_threads = options.decode_threads or threads[1]
-    gateway_port, kvstore_port = options.grpc_port, next_port()
+    gateway_port = options.grpc_port
     gateways = f"{options.host}:{gateway_port}"
-    kvstore = f"{options.host}:{kvstore_port}"
-    specs = [
-        builder.kvstore(kvstore_port, gateways, arena_bytes(options, machine)),
-        builder.merger(next_port(), gateways),
-    ]
+    ports = [next_port() for _ in range(options.nodes)]
+    kvstores = [f"{options.host}:{port}" for port in ports]
+    sizes = StoreSizes(
+        arena_bytes=arena_bytes(options, machine), nvme_bytes=nvme_bytes(options, machine)
+    )
+    specs = [builder.kvstore(node, port, gateways, sizes) for node, port in enumerate(ports)]
+    specs.append(builder.merger(next_port(), gateways))
     specs.extend(
-        builder.worker("prefill", index, gateways, kvstore, prefill_threads)
+        builder.worker("prefill", index, gateways, kvstores[index % options.nodes], prefill_threads)
         for index in range(options.prefill_workers)
     )
     specs.extend(
-        builder.worker("decode", index, gateways, kvstore, decode_threads)
+        builder.worker(
+            "decode", index, gateways, kvstores[-1 - index % options.nodes], decode_threads
+        )
         for index in range(options.decode_workers)
     )
     return (*specs, builder.gateway(gateway_port))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSizes:
+    """What one kvstore may take; `nvme_bytes` 0: no NVMe tier."""
+
+    arena_bytes: int
+    nvme_bytes: int
+
+
+def _nvme_flags(options: ClusterOptions, size_bytes: int) -> tuple[str, ...]:
+    if not size_bytes:
+        return ()
+    return ("--nvme-bytes", str(size_bytes), "--nvme-dir", str(nvme_dir(options)))
 
 
 class _Builder:
@@ -161,22 +223,27 @@ class _Builder:
             ready_url=ready_url,
         )
 
-    def kvstore(self, port: int, gateways: str, arena_size_bytes: int) -> ChildSpec:
-        """The node's kvstore."""
+    def kvstore(self, node: int, port: int, gateways: str, sizes: StoreSizes) -> ChildSpec:
+        """One node's kvstore."""
         options = self._options
+        log_dir = options.run_dir / ("log" if node == 0 else f"log-{node}")
         flags = (
-            *("--node-id", "node-0"),
+            *("--node-id", f"node-{node}"),
             *("--model", options.model),
-            *("--dtype", options.dtype),
+            *("--dtype", options.stored_dtype),
             *("--block-tokens", str(options.block_tokens)),
-            *("--arena-bytes", str(arena_size_bytes)),
+            *("--arena-bytes", str(sizes.arena_bytes)),
             *("--arena-dir", str(options.arena_dir)),
-            *("--log-dir", str(options.run_dir / "log")),
+            *_nvme_flags(options, sizes.nvme_bytes),
+            *("--log-dir", str(log_dir)),
             *("--run-dir", str(options.run_dir)),
+            # Where `baton kv` finds it.
+            *("--port-file", str(kvstore_port_file(options.run_dir, node))),
             *("--cluster-key-file", str(self._key_file)),
             *("--gateways", gateways),
+            *(() if options.quotas is None else ("--quotas", str(options.quotas))),
         )
-        return self._spec("kvstore-0", port, flags)
+        return self._spec(f"kvstore-{node}", port, flags)
 
     def merger(self, port: int, gateways: str) -> ChildSpec:
         """The merger."""
@@ -190,6 +257,7 @@ class _Builder:
             *("--worker-id", f"{role}-{index}"),
             *("--model", options.model),
             *("--dtype", options.dtype),
+            *("--kv-dtype", options.kv_dtype),
             *("--kvstore", kvstore),
             *("--gateways", gateways),
             *("--threads", str(threads)),

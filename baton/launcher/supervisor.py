@@ -2,7 +2,8 @@
 
 Owns the processes and their log files (`<run dir>/<name>.log`, `<name>.pid`). Never reads what a
 child serves beyond its health. A child that fails before it is ready ends the start, reported once
-with its cause, a hint and its log; one that dies later is started again, a bounded number of times.
+with its cause, a hint and its log; one that dies later is started again, and given up only when it
+dies again and again before it has served for a moment.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from baton.rpc.health import is_serving
 
 RESTARTS_MAX: Final = 5
 RESTART_WINDOW_S: Final = 60.0
+STEADY_S: Final = 2.0
+"""A child that served so long and died was killed, or met something: it is always started again."""
 RESTART_PAUSE_S: Final = 0.5
 FIRST_RESTART_PAUSE_S: Final = 0.05
 PROBE_INTERVAL_S: Final = 0.1
 PROBE_TIMEOUT_S: Final = 2.0
-STOP_TIMEOUT_S: Final = 10.0
+STOP_TIMEOUT_S: Final = 20.0
+"""A service drains for up to 10 s after SIGTERM and then lets go of its parts: not cut short."""
 KILL_TIMEOUT_S: Final = 5.0
 CAUSE_PREFIXES: Final = ("baton-", "error")
 HINT_PREFIX: Final = "hint:"
@@ -65,6 +69,11 @@ class Child:
     started_s: float = 0.0
     ready_after_s: float | None = None
     restarts: int = 0
+    ready_s: float | None = None
+
+    def has_served_steadily(self, now_s: float) -> bool:
+        """Whether this run of it was ready for a while."""
+        return self.ready_s is not None and now_s - self.ready_s >= STEADY_S
 
 
 class Supervisor:
@@ -160,7 +169,7 @@ class Supervisor:
             )
         # Whole or not at all: whoever reads it sends signals to what it says.
         write_private(child.pid_path, f"{child.process.pid}\n".encode("ascii"))
-        child.started_s = time.monotonic()
+        child.started_s, child.ready_s = time.monotonic(), None
         self._change(child, ChildState.STARTING)
 
     async def _become_ready(self, child: Child) -> None:
@@ -178,7 +187,8 @@ class Supervisor:
             raise ClusterFailed(_cause(child, child.process.returncode))
         if self._stopping.is_set():
             raise ClusterFailed(f"{child.spec.name} was stopped before it was ready")
-        child.ready_after_s = time.monotonic() - child.started_s
+        child.ready_s = time.monotonic()
+        child.ready_after_s = child.ready_s - child.started_s
         self._change(child, ChildState.READY)
 
     async def _probe_until_ready(self, child: Child) -> None:
@@ -193,7 +203,7 @@ class Supervisor:
                     await self._pause(PROBE_INTERVAL_S)
 
     async def _keep(self, child: Child) -> None:
-        """Restart the child whenever it dies, a bounded number of times in a window."""
+        """Restart the child whenever it dies; only so often in a window when it never serves."""
         deaths: list[float] = []
         while not self._stopping.is_set():
             assert child.process is not None
@@ -201,6 +211,8 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             now = time.monotonic()
+            if child.has_served_steadily(now):
+                deaths.clear()
             deaths = [at for at in deaths if now - at < RESTART_WINDOW_S] + [now]
             if len(deaths) > RESTARTS_MAX:
                 self._change(child, ChildState.FAILED)

@@ -26,6 +26,9 @@ from baton.rpc.server import MESSAGE_BYTES_MAX
 from baton.rpc.status import from_rpc_error
 from baton.tracing import outgoing_metadata
 
+CONNECT_TIMEOUT_MS: Final = 1_000
+NAME_TIMEOUT_MS: Final = 3_000
+NAME_AGE_MS: Final = 1_000
 NO_DEADLINE: Final = math.inf
 """As `timeout`: for a stream that lives as long as its peer and is watched by other means."""
 
@@ -56,18 +59,27 @@ class ChannelOptions:
 def open_channel(target: str, options: ChannelOptions | None = None) -> Channel:
     """A channel to "host:port" or "unix:/path"; connects on first use. Close it in the end."""
     options = options or ChannelOptions()
-    return Channel(grpc.aio.insecure_channel(target, options=_arguments(options)), options)
+    return Channel(grpc.aio.insecure_channel(target, options=channel_arguments(options)), options)
 
 
-def _arguments(options: ChannelOptions) -> list[tuple[str, int]]:
+def channel_arguments(options: ChannelOptions) -> list[tuple[str, int]]:
+    """gRPC's options of a channel of ours."""
     return [
         ("grpc.max_receive_message_length", options.message_bytes_max),
         ("grpc.max_send_message_length", options.message_bytes_max),
         *keepalive.client_arguments(options.keepalive_s),
         # A restarted worker is found again within moments, not after gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        # Despite its name the time that one try to connect gets. A busy peer needs a while to shake
+        # hands; calls wait for the try to end before they fail.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+        # A name server that does not answer: calls without a deadline would wait two minutes for
+        # it. A restarted container has another address, and is looked up again at once.
+        ("grpc.dns_ares_query_timeout", NAME_TIMEOUT_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", NAME_AGE_MS),
+        # Connections are a channel's own: a new channel does not inherit another's wait to connect.
+        ("grpc.use_local_subchannel_pool", 1),
         # Services are neighbours: a proxy meant for the web must not see their traffic.
         ("grpc.enable_http_proxy", 0),
     ]

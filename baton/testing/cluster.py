@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from baton.launcher.cluster import arena_dir, remove_arena_dir, remove_nvme_dir
 from baton.launcher.ports import PortReservation
 
 READY_TIMEOUT_S: Final = 180.0
@@ -91,6 +92,9 @@ def running_cluster(run_dir: Path, *flags: str) -> Iterator[RunningCluster]:
         finally:
             reader.join(STOP_TIMEOUT_S)
             process.stdout.close()
+            # One that had to be killed removed nothing.
+            remove_arena_dir(arena_dir(run_dir))
+            remove_nvme_dir(run_dir / "nvme")
 
 
 def _read_lines(stream: IO[str], lines: queue.Queue[str | None]) -> None:
