@@ -51,7 +51,7 @@ RESTRICTED_IMPORTS = {
     "torch": ("baton/engine/*", "baton/testing/*", "services/prefill/*", "services/decode/*"),
     "cffi": ("baton/engine/*", "baton/arena/*", "services/kvstore/*"),
     "redis": ("services/gateway/registry*",),
-    "ucxx": ("services/kvstore/transfer/ucx*",),
+    "ucxx": ("services/kvstore/moving/ucx.py",),
     "transformers": (),
     "accelerate": (),
     "requests": (),

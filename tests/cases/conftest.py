@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -14,9 +16,7 @@ from baton.faults.switchboard import ENABLED_VARIABLE
 from baton.testing.cluster import RunningCluster, running_cluster
 from tests.cases.replay import TENANTS, Replay
 
-# Reports are about answers that are cut, killed or frozen half-way: the slower engine's steps leave
-# room for that.
-SLOW_STEPS = ("--kernel", "torch")
+CRAMPED_BYTES: Final = 48 << 20
 
 
 def tenants_file(folder: Path) -> str:
@@ -34,7 +34,7 @@ def tenants_file(folder: Path) -> str:
 def calm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """One worker of each kind, float32, two tenants; nobody breaks anything here."""
     folder = tmp_path_factory.mktemp("cases-calm")
-    flags = ("--dtype", "float32", "--tenants-file", tenants_file(folder), *SLOW_STEPS)
+    flags = ("--dtype", "float32", "--tenants-file", tenants_file(folder))
     with running_cluster(folder / "run", *flags) as cluster:
         yield cluster
 
@@ -43,8 +43,15 @@ def calm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCl
 def drill_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """Two decode workers, float32, two tenants, fault points enabled and none armed."""
     folder = tmp_path_factory.mktemp("cases-drill")
-    shape = ("--dtype", "float32", "--decode", "2", *SLOW_STEPS)
+    shape = ("--dtype", "float32", "--decode", "2")
     flags = (*shape, "--tenants-file", tenants_file(folder))
+    with cluster_with_faults(folder, flags) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def cluster_with_faults(folder: Path, flags: Sequence[str]) -> Iterator[RunningCluster]:
+    """A cluster whose parts take orders to fail."""
     before = os.environ.get(ENABLED_VARIABLE)
     # The session fixture outlives any monkeypatch; children copy the environment when they start.
     os.environ[ENABLED_VARIABLE] = "1"
@@ -56,6 +63,16 @@ def drill_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningC
             os.environ.pop(ENABLED_VARIABLE, None)
         else:
             os.environ[ENABLED_VARIABLE] = before
+
+
+@pytest.fixture
+def cramped(tmp_path: Path) -> Iterator[Replay]:
+    """A cluster of its own with room for about 1,100 tokens of KV in all, nothing on disk."""
+    memory = ("--dtype", "float32", "--arena-bytes", str(CRAMPED_BYTES), "--nvme-bytes", "0")
+    with cluster_with_faults(tmp_path, (*memory, "--tenants-file", tenants_file(tmp_path))) as one:
+        replay = Replay(one)
+        replay.is_whole(60.0)
+        yield replay
 
 
 @pytest.fixture

@@ -84,6 +84,10 @@ class Replay(Door):
         words = raw.decode().split("\0")
         return int(words[words.index(flag) + 1])
 
+    def flag_of(self, part: str, flag: str) -> str:
+        """The value of a flag of one part's command line."""
+        return _flag(self.cluster.pid(part), flag)
+
     def samples(self, part: str) -> Samples:
         """(name, labels, value) of every series of a process."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port_of(part), timeout=10)

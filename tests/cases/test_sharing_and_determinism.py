@@ -5,13 +5,13 @@ Cases of later work that hold already: tenants, cache keys, ids, seeds, names, c
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from tests.cases.door import KEY_A, KEY_B
 from tests.cases.replay import (
-    BLOCK_TOKENS,
     CHAT,
     COMPLETIONS,
     COUNTED,
@@ -73,6 +73,31 @@ def test_c67_another_tenants_prompt_is_never_a_hit(calm: Replay) -> None:
     assert counts["alpha"] <= counts["bravo"]
 
 
+@pytest.mark.more
+def test_c67_a_right_guess_costs_what_a_wrong_one_costs(calm: Replay) -> None:
+    """Tenant isolation: neither what prefill computes nor the clock tells a right guess.
+
+    A leak makes the right one faster every time; a busy machine does so now and then.
+    """
+    tail, counter = "y " * 60, "baton_prefill_computed_tokens_total"
+    ratios: list[float] = []
+
+    def probe(text: str) -> float:
+        before, started = calm.gauge("prefill-0", counter), time.perf_counter()
+        calm.call(CHAT, chat(text, max_tokens=1), key=KEY_B)
+        spent_s = time.perf_counter() - started
+        assert calm.gauge("prefill-0", counter) - before >= 60, "all behind the word is computed"
+        return spent_s
+
+    for place in ("vault", "garden", "office"):
+        secret = f"The {place} opens with carol {tail}"  # a made-up secret
+        calm.call(CHAT, chat(secret, max_tokens=1), key=KEY_A)
+        probe(secret.replace("carol", "omega"))
+        times = {word: probe(secret.replace("carol", word)) for word in ("alpha", "carol", "sigma")}
+        ratios.append(times["carol"] / min(times["alpha"], times["sigma"]))
+    assert max(ratios) > 0.6, ratios
+
+
 def test_c70_token_ids_decide_and_not_the_text(calm: Replay) -> None:
     """Cache keys: the same text spelt by other tokens is another prompt.
 
@@ -91,7 +116,7 @@ def test_c70_reuse_never_changes_the_answer(calm: Replay) -> None:
     warm = [calm.call(COMPLETIONS, body) for _ in range(2)]
     fresh = calm.call(COMPLETIONS, body, headers={"X-Cache": "off"})
     assert [one.text for one in warm] == [fresh.text] * 2
-    assert warm[1].cached_tokens >= warm[1].usage["prompt_tokens"] - BLOCK_TOKENS - 1
+    assert warm[1].cached_tokens == warm[1].usage["prompt_tokens"] - 1
     assert fresh.cached_tokens == 0
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.transformer import ComputeCancelled
 from baton.kv.layout import KvDtype, KvGeometry, page_view
+from baton.worker.chunk_compute import compute_alone
 from tests.cluster.loop import LoopClock
 from tests.cluster.network import Node
 
@@ -98,6 +101,12 @@ class ScriptedEngine:
         """As `prefill_kv`, and the logits after the last position."""
         self.prefill_kv(tokens, first_position, page_table, should_cancel)
         return self._logits(first_position + len(tokens), page_table)
+
+    def prefill_batch(self, chunks: Sequence[PromptChunk]) -> list[NDArray[np.float32] | None]:
+        """Chunk by chunk, all unless all are cancelled."""
+        if all(chunk.should_cancel is not None and chunk.should_cancel() for chunk in chunks):
+            raise ComputeCancelled
+        return [compute_alone(self, replace(chunk, should_cancel=None)) for chunk in chunks]
 
     def decode_step(
         self,

@@ -49,6 +49,12 @@ class MemoryLog:
     async def acked(self, _level: AckLevel) -> None:
         await self._clock.pass_(self._random.choice((0.0005, 0.004)))
 
+    async def settled(self, _log_id: bytes) -> None:
+        await self.acked(AckLevel.OS)
+
+    def require_room(self) -> None:
+        pass
+
     async def free_oldest(self) -> int:
         return 0
 

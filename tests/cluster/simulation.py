@@ -25,10 +25,12 @@ from baton.kv.numeric import TORCH_F32
 from baton.metrics import Metrics
 from baton.sampling_parameters import SamplingParameters
 from baton.wire.label import label_to_proto
+from baton.worker.draining import Draining
 from baton.worker.engine import WorkerParts
 from baton.worker.held_logs import HeldLogs, renew_once
 from baton.worker.threads import Progress
 from services.decode.joining import Joiner
+from services.decode.local_lane import LocalPrefills, budget_terms
 from services.decode.measures import DecodeMeasures
 from services.decode.runner import Runner, RunnerTools
 from services.decode.scheduler import SlotScheduler
@@ -170,7 +172,7 @@ class Simulation:
         """A process of this name, attached; an earlier one of the same name is dead."""
         node = self._node(name)
         incarnation = next(self._incarnations)
-        slot = self.runtime.workers.new_slot(name)
+        slot = self.runtime.workers.new_slot(name, self.pages.locked_slots.__contains__)
         self.pages.locked_slots.add(slot)
         writer = Writer(worker_id=name, slot=slot, incarnation=incarnation)
         self.runtime.workers.attach(AttachedWorker(writer=writer, numeric_class=TORCH_F32))
@@ -220,7 +222,7 @@ class Simulation:
             rule=EndRule(end_token_ids=frozenset(), max_context=CONTEXT_MAX),
             vocabulary=VOCABULARY,
             arena=arena,
-            store=KVStoreClient(channel, name),
+            store=KVStoreClient(channel, name, self._own(Right.ATTACH, name)),
             node_id="node-0",
             lease_s=LEASE_S,
             compute=compute,
@@ -233,7 +235,8 @@ class Simulation:
         scheduler = PromptScheduler(queue_depth_max=64, interleave_max=4)
         measures = PrefillMeasures(Metrics("prefill"))
         pipeline = Pipeline(parts, Turns(scheduler), measures, self.clock, BLOCK)
-        node.servicer = PrefillServicer(pipeline, parts.tokenizer)
+        draining = Draining(pipeline.drain_within, lambda: None)
+        node.servicer = PrefillServicer(pipeline, parts.tokenizer, draining)
 
     def _serve_decode(self, node: Node, parts: WorkerParts) -> Runner:
         measures = DecodeMeasures(Metrics("decode"))
@@ -243,12 +246,18 @@ class Simulation:
             parts=parts,
             slots=SlotScheduler(8),
             appends=AppendStream(parts.store.open_append, introduction, self.clock, limits),
-            joiner=Joiner(parts, self.clock, measures, BLOCK),
+            joiner=Joiner(
+                parts,
+                self.clock,
+                measures,
+                LocalPrefills(parts, budget_terms(parts, 2.0, BLOCK), self.clock, None),
+            ),
             measures=measures,
             clock=self.clock,
         )
         runner = Runner(tools)
-        node.servicer = DecodeServicer(runner, LABEL, parts.tokenizer)
+        draining = Draining(runner.drain_within, lambda: None)
+        node.servicer = DecodeServicer(runner, parts, draining)
         node.spawn(runner.run(self._over))
         return runner
 
@@ -289,7 +298,7 @@ class Simulation:
         node.spawn(self._watch(streams))
         rules = PlanRules(mode=PrefillMode.AUTO, tokenizer_hash=TOKENIZER)
         return SequenceParts(
-            planner=Planner(self.hub, rules, streams.sequences_on),
+            planner=Planner(self.hub, rules),
             stores=stores,
             prefills=prefills,
             decodes=decodes,

@@ -25,6 +25,7 @@ from services.kvstore.log_rpc import LogCalls
 from services.kvstore.measures import StoreMeasures
 from services.kvstore.page_worker import PageWorker
 from services.kvstore.pages import PagePool
+from services.kvstore.park_rpc import ParkCalls
 from services.kvstore.prefix_rpc import PrefixCalls
 from services.kvstore.runtime import Runtime
 from services.kvstore.servicer import Calls, KVStoreServicer
@@ -70,7 +71,9 @@ def simulated_store(clock: LoopClock, random_: random.Random, pages: Pages) -> S
     store = Store(core, lambda scope: scope_secret(bytes(32), 1, scope))
     watch_generations(store)
     arena: Any = pages
-    page_worker = PageWorker(arena, Inline(), lambda work: runtime.damaged(work))
+    page_worker = PageWorker(
+        arena, Inline(), lambda work: runtime.damaged(work), lambda work: runtime.filled(work)
+    )
     runtime = Runtime(
         store=store,
         journal=journal,
@@ -89,6 +92,7 @@ def simulated_store(clock: LoopClock, random_: random.Random, pages: Pages) -> S
         blobs=nobody,
         prefixes=PrefixCalls(runtime, access, identity),
         workers=WorkerCalls(runtime, access, identity, nobody),
+        parking=ParkCalls(runtime, access),
     )
     servicer = KVStoreServicer(runtime, access, calls)
     return SimulatedStore(runtime=runtime, page_worker=page_worker, servicer=servicer)

@@ -69,6 +69,7 @@ def test_every_interleaving_keeps_the_promises(first: int) -> None:
 
 
 # A run that stops at a bug leaves its coroutines where they stood.
+@pytest.mark.usefixtures("leftovers")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])

@@ -32,6 +32,12 @@ def golden_cases() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
+def bundled_model() -> None:
+    """Skips where the bundled model is not there."""
+    _require_model()
+
+
+@pytest.fixture(scope="session")
 def cluster_f32(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """Prefill and decode apart, float32."""
     _require_model()

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.metrics_table import Family, Kind, families_of
+from baton.metrics_families import Family, Kind
+from baton.metrics_table import families_of
 from baton.metrics_vllm import aliases_of
 from baton.stages import FIRST_TOKEN_STAGES, STAGES
 from baton.testing.cluster import RunningCluster, running_cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from tests.faults.drill import Drill, drill_on, drilled_cluster
 
 @pytest.fixture(scope="session")
 def two_decodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """One prefill worker, two decode workers."""
-    with drilled_cluster(tmp_path_factory.mktemp("drill"), "--decode", "2") as cluster:
-        yield cluster
+    """One prefill worker, two decode workers, each with a slot for all that the other had."""
+    # Children copy the environment when they start.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "BATON_DECODE_ACTIVE_SEQUENCES_MAX", "64")
+        with drilled_cluster(tmp_path_factory.mktemp("drill"), "--decode", "2") as cluster:
+            yield cluster
 
 
 @pytest.fixture

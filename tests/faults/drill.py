@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -54,8 +54,6 @@ def drilled_cluster(folder: Path, *flags: str) -> Iterator[RunningCluster]:
             str(model),
             "--dtype",
             "float32",
-            "--kernel",
-            "torch",
             *sizes,
             *flags,
         ) as cluster:
@@ -79,12 +77,16 @@ class Outcome:
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     finish: str | None = None
     error: str | None = None
     has_done: bool = False
     is_broken: bool = False
     resumed: int = 0
     log_id: str | None = None
+    prefix_id: str | None = None
+    cached_tokens: int = 0
+    longest_gap_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
     ended_s: float = 0.0
@@ -153,9 +155,11 @@ class Drill:
                 return name
         raise AssertionError("no decode worker runs a sequence")
 
-    async def pace(self, seconds: float) -> None:
-        """Make every decode step take so long, so that a stream can be met in its middle."""
-        for name in self.decodes():
+    async def pace(self, seconds: float, names: Sequence[str] | None = None) -> None:
+        """Make every decode step from the next on take so long, so that a stream can be met in its
+        middle. In one call: steps in between would run free.
+        """
+        for name in self.decodes() if names is None else names:
             await self.arm(name, f"decode.step:pause:{seconds}")
 
     # --- fault points -------------------------------------------------------------------------
@@ -207,7 +211,8 @@ class Drill:
         channel = open_channel(f"127.0.0.1:{self.flag('kvstore-0', '--port')}")
         try:
             stub = kvstore_pb2_grpc.KVStoreServiceStub(channel)
-            return await stub.DescribeArena(kvstore_pb2.DescribeArenaRequest(), timeout=2.0)
+            request = kvstore_pb2.DescribeArenaRequest(capability=self._capability(bytes(16)))
+            return await stub.DescribeArena(request, timeout=2.0)
         finally:
             await channel.close()
 
@@ -241,14 +246,16 @@ class Drill:
     async def settles(self, timeout_s: float = 20.0) -> float:
         """Waits until nothing is held; returns the seconds that took."""
         began_s = time.monotonic()
-        last: dict[str, float] = {}
+        last: dict[str, float] | Exception = {}
 
         async def is_at_rest() -> bool:
             nonlocal last
-            with contextlib.suppress(httpx.HTTPError, ServiceError, OSError):
-                last = await self.held()
-                return not any(last.values())
-            return False
+            try:
+                last = held = await self.held()
+            except (httpx.HTTPError, ServiceError, OSError) as error:
+                last = error
+                return False
+            return not any(held.values())
 
         await until(is_at_rest, timeout_s, lambda: f"nothing held, last seen {last}")
         return time.monotonic() - began_s
@@ -325,29 +332,34 @@ class Drill:
 
     async def ask(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | str,
         *,
         tokens: int = 24,
         is_streamed: bool = True,
+        is_cached: bool = False,
         on_token: Callable[[int], Awaitable[None]] | None = None,
         timeout_s: float | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> Outcome:
-        """One greedy answer, noted as the client sees it; never raises for what the server does."""
-        body = {
+        """One answer, greedy unless `sampling` says otherwise, noted as the client sees it; never
+        raises for what the server does.
+        """
+        body: dict[str, Any] = {
             "model": "tiny",
-            "prompt": list(prompt),
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
             "stream": is_streamed,
+            **(sampling or {}),
         }
-        headers = {"X-Cache": "off"}
+        headers = {} if is_cached else {"X-Cache": "off"}
         if timeout_s is not None:
             headers["X-Request-Timeout"] = str(timeout_s)
         outcome, began_s = Outcome(), time.monotonic()
         try:
-            async with asyncio.timeout(60.0):
+            async with asyncio.timeout(60.0 + (timeout_s or 0.0)):
                 async with self.client.stream(
                     "POST", "/v1/completions", json=body, headers=headers
                 ) as response:
@@ -381,13 +393,16 @@ class Drill:
                 outcome.error = event["error"]["code"]
                 continue
             if "baton" in event:
-                outcome.resumed = event["baton"]["resumed"]
-                outcome.log_id = event["baton"]["log_id"]
+                _note_answer(event["baton"], outcome)
             for choice in event["choices"]:
                 outcome.token_ids += choice.get("token_ids") or []
+                outcome.text += choice.get("text") or ""
                 outcome.finish = choice.get("finish_reason") or outcome.finish
                 if choice.get("token_ids"):
-                    outcome.last_s = time.monotonic() - began_s
+                    now_s = time.monotonic() - began_s
+                    if outcome.first_s:
+                        outcome.longest_gap_s = max(outcome.longest_gap_s, now_s - outcome.last_s)
+                    outcome.last_s = now_s
                     outcome.first_s = outcome.first_s or outcome.last_s
                     if on_token is not None:
                         await on_token(len(outcome.token_ids))
@@ -398,10 +413,17 @@ def _note_whole(body: dict[str, Any], outcome: Outcome) -> None:
         outcome.error = body["error"]["code"]
         return
     outcome.token_ids = body["choices"][0]["token_ids"]
+    outcome.text = body["choices"][0]["text"]
     outcome.finish = body["choices"][0]["finish_reason"]
-    outcome.resumed = body["baton"]["resumed"]
-    outcome.log_id = body["baton"]["log_id"]
+    _note_answer(body["baton"], outcome)
     outcome.has_done = True
+
+
+def _note_answer(baton: dict[str, Any], outcome: Outcome) -> None:
+    outcome.resumed = baton["resumed"]
+    outcome.log_id = baton["log_id"]
+    outcome.prefix_id = baton.get("prefix_id")
+    outcome.cached_tokens = baton.get("cached_tokens", 0)
 
 
 async def until(
@@ -421,7 +443,7 @@ async def until(
 @contextlib.asynccontextmanager
 async def drill_on(cluster: RunningCluster) -> AsyncIterator[Drill]:
     """The cluster whole before and after, faults disarmed, nothing frozen, nothing held."""
-    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
+    limits = httpx.Limits(max_connections=128, max_keepalive_connections=0)
     async with httpx.AsyncClient(
         base_url=cluster.url, timeout=30.0, trust_env=False, limits=limits
     ) as client:

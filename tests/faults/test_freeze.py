@@ -16,6 +16,7 @@ TOKENS: Final = 24
 FREEZE_AT_TOKEN: Final = 6
 PACE_S: Final = 0.05
 ERROR_WITHIN_S: Final = 5.0
+WRITE: Final = "decode.before_append"
 STALE: Final = "baton_kvstore_stale_writes_refused_total"
 LEASE_S: Final = 10.0
 
@@ -29,7 +30,12 @@ async def test_frozen_decode_worker_changes_nothing_when_it_wakes(drill: Drill) 
 
     async def freeze(count: int) -> None:
         if count == FREEZE_AT_TOKEN:
-            frozen.append(drill.freeze(await drill.running_decode()))
+            # A step is computed and its KV written: when it wakes, its append is what comes next.
+            name = await drill.running_decode()
+            held = [await drill.hits(name, WRITE)]
+            await drill.arm(name, f"{WRITE}:pause:1:once")
+            await drill.until_hit([name], WRITE, held)
+            frozen.append(drill.freeze(name))
 
     outcome = await drill.ask(prompt, tokens=TOKENS, on_token=freeze)
     assert outcome.is_whole, outcome

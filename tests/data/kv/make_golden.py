@@ -18,7 +18,7 @@ import numpy as np
 from baton.kv import blob, blocks, convert, digests, label, manifest, numeric, splice
 from baton.kv.crc import crc32c, mask_crc, slot_list_crc
 from baton.kv.layout import KvDtype, KvGeometry, page_crc, slot_crc
-from services.kvstore.log import fields, format, records, state, store_records
+from services.kvstore.log import fields, format, records, session_records, state, store_records
 
 HERE = Path(__file__).parent
 
@@ -211,13 +211,11 @@ def golden_publish() -> store_records.Publish:
 def golden_place() -> store_records.Place:
     """The PLACE record."""
     return store_records.Place(
-        placements=(
-            store_records.Placement(
-                page=page_ref(4, 0x01020308),
-                target=page_ref(1000, 0x01020308),
-                tier=store_records.Tier.NVME,
-            ),
-        )
+        tier=store_records.Tier.NVME,
+        from_position=0,
+        to_position=11,
+        entries=(full_entry(1000), partial_entry(1001, 3)),
+        prefix_id="pfx-1",
     )
 
 
@@ -237,6 +235,21 @@ def golden_take() -> records.Take:
         worker_incarnation=78,
         lease_ms=3000,
         tail=partial_entry(6, 3),
+    )
+
+
+def golden_session() -> session_records.Session:
+    """The SESSION record."""
+    return session_records.Session(
+        session_id="sess-1",
+        tenant="acme",
+        generation=3,
+        created_wall_ms=1_767_225_600_000,
+        expires_wall_ms=1_767_312_000_000,
+        ttl_s=86_400,
+        home="node-b:7003",
+        parent_id="sess-0",
+        parent_position=9,
     )
 
 
@@ -279,7 +292,7 @@ def golden_records() -> list[tuple[str, format.Record, format.RecordAddress]]:
         ("append", append, 2, 12),
         ("truncate", truncate, 3, 10),
         ("moved", moved, 4, 10),
-        ("place", golden_place(), 0, 0),
+        ("place", golden_place(), 1, 11),
         ("publish", golden_publish(), 1, 8),
         (
             "revoke",
@@ -291,8 +304,9 @@ def golden_records() -> list[tuple[str, format.Record, format.RecordAddress]]:
         ),
         ("snapshot", snapshot(), 2, 12),
         ("close", store_records.Close(reason=store_records.CloseReason.EXPIRED), 3, 10),
+        ("session", golden_session(), 2, 12),
     ]
-    of_store = {"flush", "place", "revoke"}
+    of_store = {"flush", "revoke"}
     return [
         (
             name,

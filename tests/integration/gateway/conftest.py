@@ -15,7 +15,7 @@ import pytest
 from baton.lifecycle import Service
 from baton.testing.tiny_models import write_directory
 from baton.text.tokenizer import Tokenizer
-from services.gateway.__main__ import wire
+from services.gateway.__main__ import model_digests, wire
 from services.gateway.config import GatewayConfig
 from tests.integration.gateway.fakes import FakeWorkers, beat, fake_workers
 
@@ -60,8 +60,10 @@ async def running_gateway(
         **settings,
     )
     service = Service("gateway", drain_timeout_s=1.0)
+    digests = model_digests(str(model))
+    assert digests is not None
     async with (
-        fake_workers(Tokenizer.load(model).tokenizer_hash()) as workers,
+        fake_workers(Tokenizer.load(model).tokenizer_hash(), digests) as workers,
         asyncio.TaskGroup() as group,
     ):
         group.create_task(service.run(lambda one: wire(one, config), has_signals=False))

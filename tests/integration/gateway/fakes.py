@@ -55,11 +55,11 @@ GEOMETRY = KvGeometry(
 )
 
 
-def label(tokenizer_hash: bytes) -> common_pb2.PairLabel:
-    """The label that every fake worker states."""
+def label(tokenizer_hash: bytes, model: tuple[bytes, bytes]) -> common_pb2.PairLabel:
+    """The label that every fake worker states; `model`: (model digest, RoPE digest)."""
     pair = PairLabel(
-        model=bytes(16),
-        rope=bytes(16),
+        model=model[0],
+        rope=model[1],
         dtype=KvDtype.F32,
         block_tokens=BLOCK_TOKENS,
         tokenizer=tokenizer_hash,
@@ -263,15 +263,19 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.pause_at: int | None = None
         self.resumed = asyncio.Event()
         self.starts: list[decode_pb2.StartSequence] = []
+        self.prepared: list[str] = []
         self.stopped: list[str] = []
         self.cancelled: list[str] = []
         self.break_at: int | None = None
+        self.breaks: list[int] = []
+        self.break_always_at: int | None = None
         self.error_at: int | None = None
         self._writing = asyncio.Lock()
 
     async def Prepare(
         self, request: decode_pb2.PrepareRequest, context: Any
     ) -> decode_pb2.PrepareResponse:
+        self.prepared.append(request.request_id)
         return decode_pb2.PrepareResponse(active=0)
 
     async def Cancel(
@@ -328,6 +332,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
         for index in range(start.next_index, sampling.max_tokens):
             if index == self.break_at:
                 self.break_at = None
+                broken.set()
+                return
+            if index in self.breaks or index == self.break_always_at:
+                if index in self.breaks:
+                    self.breaks.remove(index)
                 broken.set()
                 return
             if index == self.error_at:
@@ -408,7 +417,9 @@ async def _serve(add: Any, servicer: object, name: str, servers: list[RpcServer]
 
 
 @asynccontextmanager
-async def fake_workers(tokenizer_hash: bytes, decodes: int = 2) -> AsyncIterator[FakeWorkers]:
+async def fake_workers(
+    tokenizer_hash: bytes, model: tuple[bytes, bytes], decodes: int = 2
+) -> AsyncIterator[FakeWorkers]:
     """Starts the fakes; their records say ready."""
     servers: list[RpcServer] = []
     # The stubs call the base classes abstract; what is not faked here answers UNIMPLEMENTED.
@@ -440,7 +451,7 @@ async def fake_workers(tokenizer_hash: bytes, decodes: int = 2) -> AsyncIterator
             node_id="node-0",
             address=address,
             kvstore_address=store_at,
-            label=label(tokenizer_hash),
+            label=label(tokenizer_hash, model),
             model="tiny",
             ready=True,
             load=common_pb2.WorkerLoad(active_max=16),

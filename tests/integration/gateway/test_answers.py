@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from baton.errors import Reason, ServiceError
+from services.gateway import inbox
 from services.gateway.policy import PrefillMode
 from tests.integration.gateway.conftest import RunningGateway, running_gateway
 
@@ -223,6 +225,61 @@ async def test_broken_decode_stream_goes_on_elsewhere_without_repeating(
     assert gateway.workers.decodes[1].starts[-1].next_index == 3
 
 
+async def test_a_worker_whose_stream_broke_is_not_asked_again_before_it_is_heard(
+    gateway: RunningGateway,
+) -> None:
+    """No beat has told of its death yet; the next requests go elsewhere all the same."""
+    first, second = gateway.workers.decodes
+    first.break_at = 3
+    body = (await gateway.post(CHAT, chat(max_tokens=6))).json()
+    assert body["baton"]["resumed"] == 1
+    asked, reserved = len(first.starts), len(first.prepared)
+    for _ in range(3):
+        body = (await gateway.post(CHAT, chat(max_tokens=4))).json()
+        assert body["baton"]["resumed"] == 0
+    assert (len(first.starts), len(first.prepared)) == (asked, reserved)
+    served = len(second.starts)
+    # The doubt ends with a beat that cannot have been sent before the stream broke.
+    async with asyncio.timeout(10.0):
+        while len(first.starts) == asked:
+            await gateway.beat()
+            assert (await gateway.post(CHAT, chat(max_tokens=4))).status_code == 200
+    assert len(second.starts) >= served
+
+
+async def test_a_sequence_that_its_living_worker_forgot_goes_on_elsewhere(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream stands, heartbeats come, and nothing is heard of this one sequence."""
+    monkeypatch.setattr(inbox, "SILENCE_MAX_S", 0.5)
+    first, second = gateway.workers.decodes
+    first.pause_at = 2
+    response = await gateway.post(CHAT, chat(max_tokens=4))
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert body["choices"][0]["message"]["content"] == "one two three four"
+    assert body["baton"]["resumed"] == 1
+    assert second.starts[-1].next_index == 2
+    await gateway.workers.until(lambda: first.stopped)
+
+
+async def test_requests_at_once_are_spread_over_the_decode_workers(
+    gateway: RunningGateway,
+) -> None:
+    """No beat comes between them: what this gateway gave away counts by itself."""
+    for decode in gateway.workers.decodes:
+        decode.pause_at = 2
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(gateway.post(CHAT, chat(max_tokens=4))) for _ in range(4)]
+        async with asyncio.timeout(10.0):
+            while sum(len(decode.starts) for decode in gateway.workers.decodes) < 4:
+                await asyncio.wait(asking, timeout=0.05)
+        for decode in gateway.workers.decodes:
+            decode.resumed.set()
+    assert [one.result().status_code for one in asking] == [200] * 4
+    assert [len(decode.starts) for decode in gateway.workers.decodes] == [2, 2]
+
+
 async def test_worker_lost_for_good_ends_the_stream_with_a_reason(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -290,6 +347,20 @@ async def test_open_refusal_reaches_the_client_with_its_reason(gateway: RunningG
     response = await gateway.post(CHAT, chat())
     assert response.status_code == 503
     assert (await gateway.client.get("/healthz")).status_code == 200
+
+
+async def test_a_stores_refusal_of_the_prompt_names_the_clients_own_field(
+    gateway: RunningGateway,
+) -> None:
+    """`prompt_token_ids` is a field that no client ever sent."""
+    asks = ((CHAT, chat(), "messages"), ("/v1/completions", {"prompt": "hi"}, "prompt"))
+    for path, body, field in asks:
+        gateway.workers.store.open_error = ServiceError(
+            Reason.PROMPT_TOO_LONG, "needs 9 pages, the arena has 2", field="prompt_token_ids"
+        )
+        response = await gateway.post(path, {"model": "tiny", **body})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
 
 
 async def test_limits_give_slots_back_and_say_when_to_return(

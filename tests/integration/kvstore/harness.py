@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2s
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from baton.kv.layout import KvDtype, KvGeometry, page_view
 from baton.rpc.channel import Channel, open_channel
 from baton.rpc.health import READINESS
 from baton.sampling_parameters import SamplingParameters
-from baton.testing.tiny_models import GQA_TIED, write_directory
+from baton.testing.tiny_models import GQA_TIED, TinyModel, write_directory
 from baton.text.bundle import TextBundle
 from baton.wire.label import label_to_proto
 from baton.wire.sampling import sampling_to_proto
@@ -64,9 +65,9 @@ class Model:
     geometry: KvGeometry
 
 
-def tiny_model(directory: Path) -> Model:
+def tiny_model(directory: Path, shape: TinyModel = GQA_TIED) -> Model:
     """Writes the model and reads its label."""
-    path = write_directory(directory, GQA_TIED)
+    path = write_directory(directory, shape)
     config = read_config(path)
     geometry = config.kv_geometry(BLOCK, KvDtype.F32)
     label = build_label(
@@ -86,33 +87,45 @@ class StoreProcess:
     model: Model
     directory: Path
     flags: tuple[str, ...] = ()
+    arena_bytes: int = ARENA_BYTES
+    node_id: str = "n0"
+    dtype: str = "float32"
+    environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     address: str = ""
 
     @property
     def arena_dir(self) -> Path:
         """A tmpfs directory of this run's own; short, for the attach socket."""
-        name = f"kvt-{os.getpid()}-{abs(hash(self.directory)) % 10_000}"
+        # Of the whole path: two stores of one run that live at once must never share a directory.
+        own = blake2s(os.fsencode(self.directory), digest_size=8).hexdigest()
+        name = f"kvt-{os.getpid()}-{own}"
         return Path("/dev/shm") / name  # noqa: S108 - made 0700 by the kvstore, removed at the end
 
     def start(self) -> None:
         """Starts it and waits until it is ready."""
+        self.launch()
+        self.await_ready()
+
+    def launch(self) -> None:
+        """Starts it."""
         port_file = self.directory / "port"
         port_file.unlink(missing_ok=True)
+        port = self._address().rpartition(":")[2]
         argv = [
             *(sys.executable, "-m", "services.kvstore", "--model", str(self.model.path)),
-            *("--dtype", "float32", "--block-tokens", str(BLOCK), "--node-id", "n0"),
-            *("--arena-bytes", str(ARENA_BYTES), "--arena-dir", str(self.arena_dir)),
-            *("--log-dir", str(self.directory / "log"), "--port", self._port()),
+            *("--dtype", self.dtype, "--block-tokens", str(BLOCK), "--node-id", self.node_id),
+            *("--arena-bytes", str(self.arena_bytes), "--arena-dir", str(self.arena_dir)),
+            *("--log-dir", str(self.directory / "log"), "--port", port),
             *("--port-file", str(port_file), "--log-level", "warning", *self.flags),
         ]
         with (self.directory / "log.txt").open("ab") as log:
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log)
-        asyncio.run(_ready(self._address()))
-        self.address = self._address()
+            environment = {**os.environ, **self.environment}
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=environment)
 
-    def _port(self) -> str:
-        return self._address().rpartition(":")[2]
+    def await_ready(self) -> None:
+        """Returns when it serves."""
+        asyncio.run(ready_at(self._address()))
 
     def _address(self) -> str:
         if not self.address:
@@ -153,9 +166,23 @@ def socket_of_any_port() -> Iterator[int]:
 
 
 @contextmanager
-def running_store(model: Model, directory: Path, *flags: str) -> Iterator[StoreProcess]:
+def running_store(
+    model: Model,
+    directory: Path,
+    *flags: str,
+    node_id: str = "n0",
+    arena_bytes: int = ARENA_BYTES,
+    environment: dict[str, str] | None = None,
+) -> Iterator[StoreProcess]:
     """A ready kvstore until the block ends."""
-    store = StoreProcess(model=model, directory=directory, flags=flags)
+    store = StoreProcess(
+        model=model,
+        directory=directory,
+        flags=flags,
+        node_id=node_id,
+        arena_bytes=arena_bytes,
+        environment=environment or {},
+    )
     try:
         store.start()
         yield store
@@ -165,7 +192,7 @@ def running_store(model: Model, directory: Path, *flags: str) -> Iterator[StoreP
         shutil.rmtree(store.arena_dir, ignore_errors=True)
 
 
-async def _ready(address: str) -> None:
+async def ready_at(address: str) -> None:
     """Health is watched, so that nothing polls; the watch waits for the server to come up."""
     options = [("grpc.max_reconnect_backoff_ms", 100), ("grpc.initial_reconnect_backoff_ms", 50)]
     async with (
@@ -242,7 +269,7 @@ class FakeWorker:
     def __init__(
         self, channel: Channel, model: Model, worker_id: str, attached: AttachedArena
     ) -> None:
-        self.store = KVStoreClient(channel, worker_id)
+        self.store = KVStoreClient(channel, worker_id, worker_capability())
         self.stub: Any = kvstore_pb2_grpc.KVStoreServiceStub(channel)
         self.model = model
         self.worker_id = worker_id
@@ -353,6 +380,12 @@ class FakeWorker:
         )
         return await self.follow(log.log_id, taken.generation, log.capability)
 
+    def leave_stream(self) -> None:
+        """Gives the append stream up; the next append opens another."""
+        if self._append is not None:
+            self._append.cancel()
+        self._append = None
+
     def leave(self) -> None:
         """Unmaps and closes: what the kernel sees when a worker dies."""
         if self._append is not None:
@@ -371,12 +404,16 @@ class Site:
     workers: list[FakeWorker] = field(default_factory=list)
 
     async def attach(
-        self, worker_id: str = "w0", held: Sequence[HeldLog] = (), label: PairLabel | None = None
+        self,
+        worker_id: str = "w0",
+        held: Sequence[HeldLog] = (),
+        label: PairLabel | None = None,
+        incarnation: int | None = None,
     ) -> FakeWorker:
-        """A fake worker, attached."""
+        """A fake worker, attached; a fresh run of it unless `incarnation` is given."""
         identity = WorkerIdentity(
             worker_id=worker_id,
-            incarnation=new_incarnation(),
+            incarnation=new_incarnation() if incarnation is None else incarnation,
             label=label or self.model.label,
             geometry=self.model.geometry,
             capability=worker_capability(),
@@ -388,6 +425,18 @@ class Site:
         worker.incarnation = identity.incarnation
         self.workers.append(worker)
         return worker
+
+    async def reattach(self, old: FakeWorker, held: Sequence[HeldLog] | None = None) -> FakeWorker:
+        """The same run of a worker finds its store again, naming `held`; the old mapping goes."""
+        fresh = await self.attach(old.worker_id, held or (), None, old.incarnation)
+        old.leave()
+        self.workers.remove(old)
+        return fresh
+
+    async def restart(self) -> None:
+        """SIGKILL, and a new process on the same files, ready."""
+        self.store.kill()
+        await asyncio.to_thread(self.store.start)
 
     def open_request(
         self, worker: FakeWorker, tokens: Sequence[int], **fields: Any
@@ -403,8 +452,7 @@ class Site:
             writer_worker_id=worker.worker_id,
             sampling=sampling_to_proto(SamplingParameters(seed=1)),
             prompt_token_ids=tokens,
-            output_pages=1,
-            **fields,
+            **{"output_pages": 1, **fields},
         )
         request.body_hash = body_hash(log_id)
         return request
@@ -423,7 +471,9 @@ class Site:
 
     async def counts(self) -> kvstore_pb2.DescribeArenaResponse:
         """Pages by state; checks conservation."""
-        answer = await self.stub.DescribeArena(kvstore_pb2.DescribeArenaRequest())
+        answer = await self.stub.DescribeArena(
+            kvstore_pb2.DescribeArenaRequest(capability=worker_capability())
+        )
         total = answer.pages_free + answer.pages_granted + answer.pages_live
         total += answer.pages_shared + answer.pages_quarantined
         assert total == answer.arena.page_count
@@ -431,7 +481,7 @@ class Site:
 
     async def until(self, what: str, **wanted: int) -> kvstore_pb2.DescribeArenaResponse:
         """Asks for the page counts until they are as wanted; each answer takes a round trip."""
-        deadline_s = SystemClock().monotonic_s() + 8.0
+        deadline_s = SystemClock().monotonic_s() + 30.0
         while True:
             counts = await self.counts()
             if all(getattr(counts, name) == value for name, value in wanted.items()):

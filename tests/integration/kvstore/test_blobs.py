@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from baton.api.common.v1 import common_pb2
 from baton.api.kvstore.v1 import kvstore_pb2
@@ -179,6 +180,27 @@ async def test_damaged_truncated_or_overlong_payload_is_refused_and_leaves_nothi
     after = await site.counts()
     assert (after.pages_free, after.logs_kept) == (before.pages_free, before.logs_kept)
     assert after.transfers_open == 0
+
+
+async def test_log_that_would_be_kept_for_less_than_no_time_is_refused_before_it_is_one(
+    site: Site,
+) -> None:
+    """A duration may be negative; a record of the log cannot hold that, and the log was made."""
+    log_id, text = await stored(site)
+    descriptor, payload = await fetched(site, log_id, text)
+    before = await site.counts()
+    for ttl in (Duration(seconds=-5), Duration(nanos=-1)):
+        copy = renamed(descriptor)
+        assert await reason_of(put(site, copy, payload, ttl=ttl)) is Reason.INVALID_REQUEST
+        opening = site.open_request(await site.attach(), TOKENS)
+        opening.ttl.CopyFrom(ttl)
+        assert await reason_of(site.stub.Open(opening)) is Reason.INVALID_REQUEST
+        for gone in (copy.log_id, opening.log_id):
+            missing = fetched(site, gone, capability(gone))
+            assert await reason_of(missing) is Reason.LOG_NOT_FOUND
+    after = await site.counts()
+    assert (after.pages_free, after.logs_kept) == (before.pages_free, before.logs_kept)
+    assert after.pages_granted == before.pages_granted
 
 
 async def test_descriptor_is_checked_before_a_byte_of_payload_is_taken(site: Site) -> None:

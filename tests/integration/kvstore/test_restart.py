@@ -17,6 +17,8 @@ from baton.capability import Right
 from baton.errors import Reason, ServiceError
 from baton.rpc.channel import open_channel
 from baton.wire.durations import duration_to_proto
+from services.kvstore.log import native
+from services.kvstore.log.format import HEADER_BYTES, RecordType
 from tests.integration.kvstore.harness import (
     BLOCK,
     FakeLog,
@@ -90,19 +92,19 @@ async def _second_life(store: StoreProcess, acked: dict[bytes, tuple[str, list[i
             view = await worker.store.replay(log_id, text, BLOCK)
             assert list(view.token_ids)[: len(tokens)] == tokens
             assert len(view.token_ids) <= len(tokens) + 1
-            assert view.head.committed_position == 0
-            assert view.head.generation == 2
+            assert view.head.committed_position == len(view.token_ids) - 1
+            assert view.head.generation == 2, "its writer went with the store"
             log = FakeLog(
                 log_id=log_id,
                 generation=2,
                 capability=text,
                 tokens=list(view.token_ids),
                 table=PageTable((), (), BLOCK),
-                committed=0,
+                committed=view.head.committed_position,
                 prompt_tokens=view.head.prompt_tokens,
             )
             taken = await worker.take(log, pages=4)
-            await worker.commit(taken, len(taken.tokens) - 1)
+            assert taken.committed == log.committed
             await worker.append(taken, 199, "stop")
             await site.close(taken)
             assert (await worker.view(taken)).token_ids == (*view.token_ids, 199)
@@ -151,14 +153,17 @@ def test_torn_tail_is_cut_and_the_rest_is_there(model: Model, tmp_path: Path) ->
 
 
 def test_damaged_log_is_reported_and_never_served(model: Model, tmp_path: Path) -> None:
-    """A flipped bit below what was on disk: the log is given up loudly, its id is not reused."""
+    """A flipped bit below what was on disk, in a record that has a token: the log is given up
+    loudly, and its id is not used again.
+    """
     with running_store(model, tmp_path) as store:
         text, log_id, _ = asyncio.run(_one_log(store))
         store.stop()
         first = min((tmp_path / "log").glob("*.blog"))
         data = bytearray(first.read_bytes())
-        # The record before the last one, which states that all was on disk.
-        data[-2 * 128 + 70] ^= 1
+        rows = native.scan(data, chain_crc=None).rows
+        (seal,) = rows["offset"][rows["type_code"] == RecordType.SEAL]
+        data[int(seal) + HEADER_BYTES + 8] ^= 1
         first.write_bytes(data)
         store.start()
         error = asyncio.run(_refusal(store, text, log_id))

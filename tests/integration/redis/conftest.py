@@ -15,6 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from baton.clock import SystemClock
+from services.gateway.redis_measures import RedisMeasures
 from services.gateway.registry_store import RedisLink
 
 SERVER = shutil.which("redis-server")
@@ -93,14 +94,14 @@ async def link(redis_server: RedisServer) -> AsyncIterator[RedisLink]:
 
 
 @asynccontextmanager
-async def running_link(url: str) -> AsyncIterator[RedisLink]:
+async def running_link(url: str, measures: RedisMeasures | None = None) -> AsyncIterator[RedisLink]:
     """A link as a gateway has one; connected."""
     async with asyncio.TaskGroup() as group:
 
         def spawn(name: str, work: Coroutine[Any, Any, None]) -> None:
             group.create_task(work, name=name)
 
-        link = RedisLink(url, SystemClock(), spawn)
+        link = RedisLink(url, SystemClock(), spawn, measures)
         found = up(link)
         await link.start()
         await within(found)

@@ -13,7 +13,10 @@ from structlog.testing import capture_logs
 
 from baton.capability import DEV_KEY
 from baton.clock import SystemClock
+from baton.metrics import Metrics
+from baton.metrics_families import REDIS_ASK_OUTCOMES
 from services.gateway import registry_store
+from services.gateway.redis_measures import RedisMeasures
 from services.gateway.registry_hints import KIND, RecordSeal
 from services.gateway.registry_store import QUEUE_MAX, RedisLink
 from services.gateway.shared_limits import HOLD_S, Claim, renewal
@@ -57,6 +60,33 @@ async def test_a_cancelled_ask_leaves_no_answer_for_the_next(
     redis_server.thaw()
     await until(lambda: link.is_up)
     assert await link.ask([("ECHO", "of the next")], LONG_S) == [b"of the next"]
+
+
+async def test_metrics_tell_how_redis_answered_and_that_it_was_lost(
+    redis_server: RedisServer,
+) -> None:
+    """Answered in time, too late, not asked at all; refusals, losses and dropped writes."""
+    metrics = Metrics("gateway")
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, labels)
+
+    async with running_link(redis_server.url, RedisMeasures(metrics)) as link:
+        assert value("baton_redis_up") == 1.0
+        assert await link.ask([("PING",)], LONG_S) is not None
+        assert await link.ask([("NO-SUCH-COMMAND",)], LONG_S) is None
+        redis_server.freeze()
+        assert await link.ask([("PING",)]) is None
+        await redis_server.kill()
+        await until(lambda: value("baton_redis_up") == 0.0)
+        assert await link.ask([("PING",)]) is None
+        assert not link.post([("PING",)])
+    asked = {one: value("baton_redis_asks_total", outcome=one) for one in REDIS_ASK_OUTCOMES}
+    assert asked == {"answered": 2.0, "late": 1.0, "away": 1.0}
+    assert value("baton_redis_ask_seconds_count") == 3.0
+    assert value("baton_redis_connections_lost_total") == 1.0
+    assert value("baton_redis_posts_dropped_total") == 1.0
+    assert value("baton_redis_refusals_total") == 2.0, "the command, and the transaction with it"
 
 
 async def test_a_frozen_redis_costs_a_moment_and_two_lines(

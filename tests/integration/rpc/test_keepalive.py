@@ -108,7 +108,7 @@ async def test_a_flood_of_pings_is_still_refused(client: BareClient) -> None:
     "arguments",
     [
         pytest.param(server._channel_arguments(ServerOptions()), id="server"),
-        pytest.param(channel._arguments(channel.ChannelOptions()), id="client"),
+        pytest.param(channel.channel_arguments(channel.ChannelOptions()), id="client"),
     ],
 )
 def test_grpc_knows_every_option_that_is_set(arguments: list[tuple[str, int]]) -> None:

@@ -48,6 +48,7 @@ from baton.worker.output import OutputState, OutputToken
 READY_TIMEOUT_S = 60.0
 BLOCK_TOKENS = 16
 ARENA_BYTES = 24 << 20
+DEVICE_BYTES = 1 << 20
 RIGHTS = frozenset(
     {Right.OPEN, Right.READ, Right.WRITE, Right.SEAL, Right.TAKE, Right.CANCEL, Right.FORK}
 )
@@ -100,7 +101,14 @@ class Processes:
 
 
 @contextmanager
-def running_workers(run_dir: Path, chunk_sizes: Sequence[int] = (16, 64)) -> Iterator[Processes]:
+def running_workers(
+    run_dir: Path,
+    chunk_sizes: Sequence[int] = (16, 64),
+    *,
+    arena_bytes: int = ARENA_BYTES,
+    decode_flags: Sequence[str] = ("--device", "standin", "--device-bytes", str(DEVICE_BYTES)),
+    store_flags: Sequence[str] = (),
+) -> Iterator[Processes]:
     """A kvstore, one prefill worker per chunk size and a decode worker, ready."""
     model = write_directory(run_dir / "tiny", GQA_TIED)
     ports = PortReservation("127.0.0.1")
@@ -110,15 +118,19 @@ def running_workers(run_dir: Path, chunk_sizes: Sequence[int] = (16, 64)) -> Ite
     common = ("--model", str(model), "--dtype", "float32")
     worker = (*common, "--kvstore", at["kvstore-0"], "--threads", "1")
     # A short path on a tmpfs of this run's own: the attach socket lies there too.
-    arena_dir = Path("/dev/shm", f"baton-test-{at['kvstore-0'][-5:]}")  # noqa: S108 - made 0700
+    arena_dir = Path("/dev/shm", f"baton-test-{os.getpid()}-{at['kvstore-0'][-5:]}")  # noqa: S108 - made 0700
     flags: dict[str, tuple[str, ...]] = {
         "kvstore-0": (
             *common,
             *("--node-id", f"test-{os.getpid()}", "--block-tokens", str(BLOCK_TOKENS)),
-            *("--arena-bytes", str(ARENA_BYTES), "--log-dir", str(run_dir / "log")),
+            *("--arena-bytes", str(arena_bytes), "--log-dir", str(run_dir / "log")),
             *("--arena-dir", str(arena_dir), "--run-dir", str(run_dir)),
+            *store_flags,
         ),
-        "decode-0": (*worker, "--worker-id", "decode-0", "--chunk-tokens", "32"),
+        "decode-0": (
+            *(*worker, "--worker-id", "decode-0", "--chunk-tokens", "32"),
+            *decode_flags,
+        ),
     }
     for size in chunk_sizes:
         chunk = ("--worker-id", f"prefill-{size}", "--chunk-tokens", str(size))
@@ -230,6 +242,7 @@ class Answer:
     tokens: list[common_pb2.TokenEvent] = field(default_factory=list)
     usage: common_pb2.Usage | None = None
     error: common_pb2.ErrorDetail | None = None
+    waits: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -295,6 +308,8 @@ class DecodeStream:
                 answer.started = event.started
             elif event.HasField("token"):
                 answer.tokens.append(event.token)
+            elif event.HasField("waiting"):
+                answer.waits += 1
             else:
                 answer.error = event.error
             if event.HasField("usage"):
@@ -316,11 +331,11 @@ class Gateway:
         self.decode = decode_pb2_grpc.DecodeServiceStub(channels[addresses.decode])
         self.label = label_to_proto(direct.label, direct.geometry)
 
-    def capability(self, log_id: bytes) -> str:
+    def capability(self, log_id: bytes, tenant: str = "acme") -> str:
         """Every right on one log."""
         claims = Claims(
-            tenant="acme",
-            scope="acme",
+            tenant=tenant,
+            scope=tenant,
             rights=RIGHTS,
             expiry_wall_s=self._signer.expiry_after(600.0),
             request_id="test",
@@ -335,10 +350,11 @@ class Gateway:
         writer: str,
         *,
         is_cached: bool = False,
+        tenant: str = "acme",
     ) -> OpenedLog:
         """Open a log for a worker."""
         log_id, request_id = new_log_id(), new_request_id()
-        capability = self.capability(log_id)
+        capability = self.capability(log_id, tenant)
         answer = await self.store.Open(
             kvstore_pb2.OpenRequest(
                 request_id=request_id,
@@ -379,9 +395,11 @@ class Gateway:
         return chunks, sealed
 
     @asynccontextmanager
-    async def stream(self, name: str = "gateway-test") -> AsyncIterator[DecodeStream]:
+    async def stream(
+        self, name: str = "gateway-test", timeout_s: float = 60.0
+    ) -> AsyncIterator[DecodeStream]:
         """A stream to the decode worker."""
-        call = self.decode.Run(timeout=60.0)
+        call = self.decode.Run(timeout=timeout_s)
         await call.write(decode_pb2.RunRequest(hello=decode_pb2.Hello(gateway_id=name)))
         stream = DecodeStream(call)
         try:
@@ -406,7 +424,9 @@ class Gateway:
 
     async def arena(self) -> kvstore_pb2.DescribeArenaResponse:
         """Page counts."""
-        return await self.store.DescribeArena(kvstore_pb2.DescribeArenaRequest(), timeout=5.0)
+        return await self.store.DescribeArena(
+            kvstore_pb2.DescribeArenaRequest(capability=self.capability(bytes(16))), timeout=5.0
+        )
 
 
 @asynccontextmanager

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
+from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
+from baton.api.decode.v1 import decode_pb2
+from baton.api.prefill.v1 import prefill_pb2
 from baton.errors import Reason
 from baton.ids import new_request_id
 from baton.sampling_parameters import SamplingParameters
@@ -77,8 +81,13 @@ async def resumed(gateway: Gateway, log: OpenedLog, next_index: int) -> Answer:
                 assert reason in (Reason.WORKER_LOST, Reason.NO_WORKER), answer.error
 
 
-async def test_workers_told_to_stop_finish_what_they_have(processes: Processes) -> None:
-    """SIGTERM drains: the running answer comes whole, new work is refused, the exit is clean."""
+@pytest.mark.parametrize("is_call", [False, True], ids=["sigterm", "drain"])
+async def test_workers_told_to_stop_finish_what_they_have(
+    processes: Processes, is_call: bool
+) -> None:
+    """The running answer comes whole, new work is refused, the exit is clean: by SIGTERM, and by
+    Drain, which says that nothing was left.
+    """
     direct = Direct(processes.addresses.model)
     async with gateway_to(processes.addresses, direct) as gateway:
         log = await gateway.open(PROMPT, PARAMETERS, "prefill-16")
@@ -87,15 +96,30 @@ async def test_workers_told_to_stop_finish_what_they_have(processes: Processes) 
         async with gateway.stream() as stream:
             await stream.start(log, next_index=1)
             await stream.until(log.request_id, tokens=3)
-            processes.running["decode-0"].terminate()
-            await draining(stream, late)
-            answer = await stream.until(log.request_id)
+            drain: asyncio.Task[int] | None = None
+            async with asyncio.TaskGroup() as group:
+                if is_call:
+                    wait = decode_pb2.DrainRequest(timeout=Duration(seconds=30))
+                    drain = group.create_task(_remaining(gateway.decode.Drain(wait, timeout=60.0)))
+                else:
+                    processes.running["decode-0"].terminate()
+                await draining(stream, late)
+                answer = await stream.until(log.request_id)
+        if drain is not None:
+            assert drain.result() == 0
+            wait_too = prefill_pb2.DrainRequest(timeout=Duration(seconds=30))
+            assert await _remaining(gateway.prefills[16].Drain(wait_too, timeout=60.0)) == 0
+        else:
+            processes.running["prefill-16"].terminate()
     assert answer.error is None
     got = [event_shape(sealed.first_token), *answer.shapes()]
     assert got == shape(direct.tokens(PROMPT, PARAMETERS))
-    processes.running["prefill-16"].terminate()
     for name in ("decode-0", "prefill-16"):
         assert await asyncio.to_thread(processes.running[name].wait, 30.0) == 0
+
+
+async def _remaining(call: Awaitable[Any]) -> int:
+    return int((await call).remaining)
 
 
 async def draining(stream: DecodeStream, late: OpenedLog) -> None:

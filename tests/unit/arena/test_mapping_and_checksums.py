@@ -84,13 +84,16 @@ def test_the_descriptor_is_not_inherited(tmp_path: Path) -> None:
 def test_an_arena_that_does_not_add_up_is_not_mapped(
     shape: ArenaShape, field: str, tmp_path: Path
 ) -> None:
-    """Sizes are checked against each other and the file before anything is mapped."""
+    """Sizes are checked against each other and the file before anything is mapped; the descriptor,
+    which holds the worker's slot, is not left open.
+    """
     descriptor = arena_file(tmp_path / "arena")
     with pytest.raises(ServiceError) as caught:
         MappedArena(descriptor, shape)
     assert caught.value.reason is Reason.COMPAT_MISMATCH
     assert caught.value.field == field
-    os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_commit_rows_give_page_crcs_when_full_and_slot_crcs_when_not(arena: MappedArena) -> None:

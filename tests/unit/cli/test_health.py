@@ -56,6 +56,8 @@ def test_a_ready_page_is_up(page: str, run: Run) -> None:
 
 def test_a_page_that_says_no_is_down_and_says_why(page: str, run: Run) -> None:
     """The engine keeps the last output: one line of it must tell."""
+    assert run("health", "--http", page).out == f"up: {page}/readyz: HTTP 200\n"
+    assert run("health", "--http", f"{page}/").code == 0
     ran = run("health", "--http", f"{page}/other")
     assert ran.code == 1
     assert "HTTP 503: not ready" in ran.out

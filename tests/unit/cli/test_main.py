@@ -15,6 +15,8 @@ COMMANDS = (
     ["up"], ["down"], ["demo"],
     ["chat"], ["doctor"], ["health"], ["version"], ["models", "pull"], ["models", "list"],
     ["models", "verify"], ["prefix", "publish"], ["prefix", "list"], ["prefix", "delete"],
+    ["session", "ls"], ["session", "show"], ["session", "edit"], ["session", "fork"],
+    ["session", "rm"],
 )  # fmt: skip
 
 
@@ -58,7 +60,7 @@ def test_a_broken_entry_point_is_named_and_the_rest_still_works() -> None:
 
 def test_doctor_reports_as_json(run: Run) -> None:
     """A program can read every check, and the exit code says the same as `ok`."""
-    ran = run("doctor", "--json")
+    ran = run("doctor", "--quick", "--json")
     report = json.loads(ran.out)
     assert report["ok"] is (ran.code == 0)
     names = {check["name"] for check in report["checks"]}
@@ -69,7 +71,7 @@ def test_doctor_reports_as_json(run: Run) -> None:
 
 def test_doctor_fails_for_an_arena_that_cannot_fit(run: Run) -> None:
     """With a remedy below the line."""
-    ran = run("doctor", "--arena-mib", "1000000000")
+    ran = run("doctor", "--quick", "--arena-mib", "1000000000")
     assert ran.code == 1
     assert "shared memory" in ran.out
     assert "-> " in ran.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.launcher.rundir import RunDir
+from baton.testing.tiny_models import TinyModel, write_directory
 from tests.unit.cli.conftest import Run
 
 
@@ -33,6 +34,16 @@ def test_a_busy_directory_names_both_ways_out(run: Run, tmp_path: Path) -> None:
         ran = run("up", "--model", str(model), "--run-dir", str(where))
     assert ran.code == 1
     assert f"`baton down --run-dir '{where}'`, or give another --run-dir" in ran.err
+
+
+def test_an_arena_without_room_for_a_conversation_is_refused(run: Run, tmp_path: Path) -> None:
+    """It started, and then refused most prompts, naming a field that nobody had sent."""
+    model = write_directory(tmp_path / "tiny", TinyModel(layers=8, kv_heads=4, max_context=8192))
+    flags = ("--model", str(model), "--arena-bytes", str(1 << 20), "--dtype", "float32")
+    ran = run("up", *flags, "--run-dir", str(tmp_path / "run"))
+    assert (ran.code, ran.out) == (2, "")
+    assert "fewer than 1024: prompts would be refused. give --arena-bytes " in ran.err
+    assert not (tmp_path / "run" / "kvstore-0.pid").exists()
 
 
 def test_down_without_a_cluster_says_where_it_looked(run: Run, tmp_path: Path) -> None:

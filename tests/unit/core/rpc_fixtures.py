@@ -39,10 +39,13 @@ async def serving(
     measures: ServerMeasures | None = None,
     limits: CallLimits | None = None,
     options: ChannelOptions | None = None,
+    bind: str = "127.0.0.1:0",
     **handlers: grpc.RpcMethodHandler[Any, Any],
 ) -> AsyncIterator[tuple[RpcServer, Channel]]:
     """A started server with these methods, and a channel to it."""
-    server = build_server(ServerOptions(limits=limits or CallLimits(), stop_grace_s=0.1), measures)
+    server = build_server(
+        ServerOptions(bind=bind, limits=limits or CallLimits(), stop_grace_s=0.1), measures
+    )
     server.register_handlers(SERVICE, handlers)
     await server.start()
     try:

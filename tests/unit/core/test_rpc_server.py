@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import ChannelPool
 from baton.errors import Reason, ServiceError, StartupError
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import Channel, open_channel
 from baton.rpc.interceptor import CallLimits
 from baton.rpc.server import ServerOptions, build_server, is_loopback, split_bind
 from tests.unit.core.rpc_fixtures import SERVICE, method, serving, unary
@@ -111,6 +113,32 @@ async def test_unix_sockets_serve_too(tmp_path: Path) -> None:
     async with open_channel(server.target) as channel:
         assert await channel.unary_unary(method("Echo"))(b"x") == b"x"
     await server.stop()
+
+
+async def test_a_peer_that_came_back_can_be_called_before_the_wait_to_connect_is_over() -> None:
+    """A channel in the wait between two tries fails its calls; who knows better takes it out."""
+    async with serving(Echo=unary(_echo)) as (server, _channel):
+        target = server.target
+    async with ChannelPool() as pool:
+        assert pool.detach_failed(target) is None, "none was opened"
+        async with asyncio.timeout(10.0):
+            with pytest.raises(ServiceError):
+                await pool.get(target).unary_unary(method("Echo"))(b"x")
+            await _until_failed(pool.get(target))
+        failed = pool.detach_failed(target)
+        assert failed is not None
+        await failed.close()
+        async with serving(bind=target, Echo=unary(_echo)):
+            assert await pool.get(target).unary_unary(method("Echo"))(b"x") == b"x"
+            assert pool.detach_failed(target) is None, "one that is connected stays"
+
+
+async def _until_failed(channel: Channel) -> None:
+    """Until a try to connect has failed and the wait for the next one has begun."""
+    state = channel.get_state()
+    while state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+        await channel.wait_for_state_change(state)
+        state = channel.get_state()
 
 
 async def test_the_pool_shares_channels_and_closes_them_all() -> None:

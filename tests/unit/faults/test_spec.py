@@ -48,7 +48,7 @@ def test_several_faults_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ("decode.stop:fail", "there are decode.before_accept"),
+        ("decode.stop:fail", "no point is named 'decode.stop'; there are "),
         ("decode.step", "names no action; decode.step offers exit, fail, pause"),
         ("decode.step:short:4", "is no action of decode.step; it offers exit, fail, pause"),
         ("decode.step:pause", "pause needs its seconds"),

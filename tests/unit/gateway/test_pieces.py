@@ -14,7 +14,15 @@ from baton.kv.manifest import Segment
 from baton.sampling_parameters import SamplingParameters
 from baton.testing.clock import ManualClock
 from services.gateway.events import FinishReason, Logprob, TokenDelta
-from services.gateway.inbox import BEHIND_S_MAX, EVENTS_MAX, Failed, Inbox, Lost, Token
+from services.gateway.inbox import (
+    BEHIND_S_MAX,
+    EVENTS_MAX,
+    SILENCE_MAX_S,
+    Failed,
+    Inbox,
+    Lost,
+    Token,
+)
 from services.gateway.limits import RequestLimits
 from services.gateway.prefixes import (
     PrefixQuery,
@@ -122,6 +130,28 @@ async def test_reader_that_is_too_long_behind_is_detached() -> None:
     assert inbox.put(token(0))
     clock.advance(BEHIND_S_MAX + 0.1)
     assert not inbox.put(token(1))
+
+
+async def test_a_sequence_that_its_worker_says_nothing_of_is_overdue() -> None:
+    """Before the first event as long as was given, later the silence that no pause reaches."""
+    clock = ManualClock()
+    inbox = Inbox(clock, start_s_max=5.0)
+
+    def overdue() -> bool:
+        return inbox.is_overdue
+
+    clock.advance(5.0)
+    assert not overdue()
+    clock.advance(0.1)
+    assert overdue()
+    inbox.put(token(0))
+    clock.advance(SILENCE_MAX_S)
+    assert not overdue()
+    clock.advance(0.1)
+    assert overdue()
+    inbox.put(token(1, FinishReason.STOP))
+    clock.advance(2 * SILENCE_MAX_S)
+    assert not overdue(), "it has ended"
 
 
 async def test_nothing_comes_after_a_terminal_event() -> None:

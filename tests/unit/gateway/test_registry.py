@@ -8,6 +8,7 @@ import pytest
 
 from services.gateway.policy import PairFacts, Placement, PrefillMode, place
 from services.gateway.registry import (
+    DOUBT_S,
     RETIRED_MAX,
     STUCK_AFTER_S,
     Registry,
@@ -56,6 +57,48 @@ def test_not_ready_draining_and_stuck_workers_get_no_work_and_say_why() -> None:
     assert registry.statuses(STUCK_AFTER_S + 1.5)[0].reason == "no progress"
     registry.observe(replace(RECORD, progress=2), STUCK_AFTER_S + 1.6)
     assert routable(registry, STUCK_AFTER_S + 1.6) == ["d-0"]
+
+
+def test_worker_in_doubt_gets_no_work_until_it_is_heard_later_with_progress() -> None:
+    """A beat on its way when the worker died must not bring it back."""
+    registry = Registry()
+    registry.observe(replace(RECORD, progress=5), 0.0)
+    registry.doubt("d-0", 1, 0.2)
+    assert routable(registry, 0.2) == []
+    assert registry.is_doubting(0.2)
+    registry.observe(replace(RECORD, progress=6), 0.2 + DOUBT_S / 2)
+    assert routable(registry, 0.4) == [], "sent before the connection broke, perhaps"
+    registry.observe(replace(RECORD, progress=5), 0.3 + DOUBT_S)
+    assert routable(registry, 0.6) == [], "no progress since"
+    assert "connection broke" in str(registry.statuses(0.6)[0].reason)
+    registry.observe(replace(RECORD, progress=7), 0.7 + DOUBT_S)
+    assert routable(registry, 1.0) == ["d-0"]
+    assert not registry.is_doubting(1.0)
+
+
+def test_doubt_is_of_one_run_and_never_of_a_hint() -> None:
+    """A restarted worker is another one; a late doubt of the old run does not touch it."""
+    registry = Registry()
+    registry.observe(RECORD, 0.0)
+    registry.doubt("d-0", 1, 0.1)
+    registry.observe(replace(RECORD, incarnation=2), 0.15)
+    assert routable(registry, 0.2) == ["d-0"]
+    registry.doubt("d-0", 1, 0.3)
+    registry.doubt("nobody", 1, 0.3)
+    assert routable(registry, 0.3) == ["d-0"]
+    registry.hint(replace(RECORD, worker_id="d-1"), 0.3)
+    registry.doubt("d-1", 1, 0.3)
+    assert not registry.is_doubting(0.3)
+
+
+def test_a_beating_worker_without_progress_counts_as_dead_for_what_it_runs() -> None:
+    """Heartbeats come, nothing moves: a request that waits for it must not wait for ever."""
+    registry = Registry()
+    registry.observe(replace(RECORD, progress=1), 0.0)
+    registry.observe(replace(RECORD, progress=1), STUCK_AFTER_S)
+    assert registry.is_alive("d-0", 1, STUCK_AFTER_S)
+    registry.observe(replace(RECORD, progress=1), STUCK_AFTER_S + 0.5)
+    assert not registry.is_alive("d-0", 1, STUCK_AFTER_S + 0.5)
 
 
 def test_late_heartbeat_of_an_old_incarnation_changes_nothing() -> None:

@@ -70,6 +70,12 @@ def test_paired_surrogate_escapes_are_one_character() -> None:
     assert parse_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
 
 
+def test_a_byte_order_mark_is_named() -> None:
+    """Editors put it there unseen; "expecting value at column 1" helps nobody."""
+    with pytest.raises(ServiceError, match="byte order mark"):
+        parse_object(b'\xef\xbb\xbf{"a": 1}')
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(),

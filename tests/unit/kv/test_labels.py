@@ -88,6 +88,15 @@ def test_default_policy_pairs_torch_bf16_with_the_native_class() -> None:
     assert DEFAULT_POLICY.writers_for(TORCH_F32.id) == {TORCH_F32.id}
 
 
+@pytest.mark.parametrize("weights", ["q4_0", "q8_0"])
+def test_default_policy_pairs_every_kind_of_packed_blocks(weights: str) -> None:
+    """Prompts run on torch, steps on the kernel, of the same file; other files are other models."""
+    native, torch = replace(NATIVE_Q4_1, weights=weights), replace(TORCH_Q4_1, weights=weights)
+    assert DEFAULT_POLICY.is_readable(writer=torch.id, reader=native.id)
+    assert DEFAULT_POLICY.is_readable(writer=native.id, reader=torch.id)
+    assert not DEFAULT_POLICY.is_readable(writer=NATIVE_Q4_1.id, reader=native.id)
+
+
 def test_numeric_class_text_round_trip() -> None:
     """One spelling only."""
     text = "weights=q4_1 act=int16 acc=f32 kv=bf16 invariant=no"

@@ -19,8 +19,6 @@ from services.kvstore.log import fields, format, records, state, store_records
 from tests.data.kv import make_golden
 
 DATA = Path(__file__).parents[2] / "data" / "kv"
-
-
 GOLDEN = make_golden
 RECORDS = {name: (record, address) for name, record, address in GOLDEN.golden_records()}
 CHAIN = format.first_chain(GOLDEN.SEGMENT_ID)
@@ -233,7 +231,7 @@ def test_damaged_body_never_crashes_the_reader(name: str, data: st.DataObject) -
         ("grant", 0, "<I", "extents"),
         ("release", 0, "<I", "extents"),
         ("checkpoint", 8, "<I", "entries"),
-        ("place", 0, "<I", "placements"),
+        ("place", 8, "<I", "entries"),
         ("snapshot", 12, "<I", "token_ids"),
         ("snapshot", 16, "<I", "entries"),
         ("snapshot", 20, "<I", "logprobs"),
@@ -347,6 +345,14 @@ revokes = st.builds(
     revoked_wall_ms=u64,
     tenants=st.lists(text, max_size=4).map(tuple),
 )
+places = st.builds(
+    store_records.Place,
+    tier=st.sampled_from(list(store_records.Tier)),
+    from_position=st.integers(0, 1 << 31),
+    to_position=st.integers(1 << 31, (1 << 32) - 1),
+    entries=entries,
+    prefix_id=st.none() | text,
+)
 identities = st.builds(
     fields.LogIdentity,
     scope=st.builds(
@@ -404,7 +410,7 @@ def opens(draw: st.DrawFn) -> state.Open:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    record=st.one_of(appends, seals, takes, truncates, revokes, snapshots, opens()),
+    record=st.one_of(appends, seals, takes, truncates, places, revokes, snapshots, opens()),
     log_id=st.binary(min_size=16, max_size=16),
     numbers=st.tuples(u64, u64, u32, u32),
 )

@@ -6,7 +6,6 @@ Owns test doubles; asserts nothing.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -26,8 +25,7 @@ from services.kvstore.log.format import (
     read_record,
 )
 from services.kvstore.log.journal import LogJournal
-from services.kvstore.log.reader import LogScan, SegmentScan
-from services.kvstore.log.recovery import Recovered, recover
+from services.kvstore.log.recovery import Recovered, recover_records
 from services.kvstore.pages import PagePool
 from services.kvstore.state import AckLevel, FillPage, GrantedPage, LogState, PageRow, Writer
 from services.kvstore.store import Now, OpenOrder, Store
@@ -116,6 +114,7 @@ def fill_work(store: Store) -> None:
             row = work.target
             row.crc = 7 if row.tokens == BLOCK else None
             row.slot_crcs = [] if row.tokens == BLOCK else [7] * row.tokens
+            store.home.filled(work)
 
 
 class WorkerModel:
@@ -240,8 +239,12 @@ def pages_of(granted: tuple[GrantedPage, ...]) -> list[int]:
     return [page.page for page in granted]
 
 
-def recovered_from(records: list[EncodedBody]) -> Recovered:
-    """What a restart makes of these records, framed and read again."""
+def recovered_from(
+    records: list[EncodedBody], arena_id: bytes | None = None, nvme_id: bytes | None = None
+) -> Recovered:
+    """What a restart makes of these records, framed and read again; KV only of that arena, copies
+    only of that NVMe file.
+    """
     chain = first_chain(bytes(16))
     data = bytearray()
     for lsn, (kind, payload, address) in enumerate(records, start=1):
@@ -249,9 +252,9 @@ def recovered_from(records: list[EncodedBody]) -> Recovered:
         chain = encoded.chain
         data += encoded.data
     chain, offset = first_chain(bytes(16)), 0
-    scan = SegmentScan(path=Path("memory"), sequence=1, header=None)
+    items = []
     while offset < len(data):
         item = read_record(data, offset, previous_chain=chain)
         chain, offset = item.chain, item.end_offset
-        scan.records.append(item)
-    return recover(LogScan(segments=[scan]))
+        items.append(item)
+    return recover_records(items, arena_id, nvme_id)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,9 +38,9 @@ def spec(directory: Path, pages: int = 4, node_id: str = "n0") -> ArenaSpec:
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Arena]:
     """Four pages."""
-    made = Arena.create(spec(tmp_path))
+    made = Arena.open(spec(tmp_path))
     yield made
-    made.close()
+    made.remove()
 
 
 def test_file_is_allocated_whole_private_and_headed(arena: Arena) -> None:
@@ -58,24 +60,116 @@ def test_arena_that_is_too_small_or_does_not_fit_names_the_remedy(
 ) -> None:
     """Refused before anything is allocated."""
     with pytest.raises(StartupError) as refused:
-        Arena.create(spec(tmp_path, pages))
+        Arena.open(spec(tmp_path, pages))
     assert word in f"{refused.value.message} {refused.value.hint}"
     assert not list(tmp_path.glob("*.kv"))
 
 
-def test_arena_of_a_running_store_is_refused_and_of_a_dead_one_made_anew(tmp_path: Path) -> None:
-    """The flock tells which it is, not a pid or an age."""
-    first = Arena.create(spec(tmp_path))
-    first.page(0)[:] = 9
+def test_arena_of_a_running_store_is_refused(tmp_path: Path) -> None:
+    """The flock tells whose it is, not a pid or an age."""
+    first = Arena.open(spec(tmp_path))
     with pytest.raises(StartupError, match="running kvstore"):
-        Arena.create(spec(tmp_path))
-    path = first.spec.path
-    stale = path.read_bytes()
+        Arena.open(spec(tmp_path))
+    first.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_arena_of_a_dead_store_is_found_again_with_its_bytes(tmp_path: Path) -> None:
+    """Same id, same bytes; page generations of this life begin above all of the one before."""
+    first = Arena.open(spec(tmp_path))
+    first.page(2)[:] = 9
+    assert (first.is_reattached, first.generation_floor) == (False, 0)
     first.close()
-    path.write_bytes(stale)
-    second = Arena.create(spec(tmp_path))
-    assert not second.page(0).any()
-    second.close()
+    floors = []
+    for _ in range(3):
+        again = Arena.open(replace(spec(tmp_path), arena_id=bytes(16)))
+        assert again.is_reattached
+        assert again.spec.arena_id == bytes(range(16))
+        assert (again.page(2) == 9).all()
+        assert not again.page(1).any()
+        floors.append(again.generation_floor)
+        again.close()
+    assert floors == [1 << 32, 2 << 32, 3 << 32]
+
+
+OTHER_GEOMETRY = replace(GEOMETRY, layers=1, kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"geometry": OTHER_GEOMETRY},
+        {"kv_digest": bytes([1]) * 16},
+        {"arena_bytes": 5 * GEOMETRY.slot_bytes},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_arena_of_anything_else_is_made_anew(tmp_path: Path, change: dict[str, Any]) -> None:
+    """KV of another model, type or shape is no KV: another id, zeros, and the old file is gone."""
+    first = Arena.open(spec(tmp_path))
+    first.page(0)[:] = 9
+    first.close()
+    wanted = replace(spec(tmp_path), arena_id=bytes([7]) * 16, **change)
+    made = Arena.open(wanted)
+    assert not made.is_reattached
+    assert made.spec.arena_id == bytes([7]) * 16
+    assert not made.page(0).any()
+    assert [path.name for path in tmp_path.iterdir()] == ["arena-n0.kv"]
+    made.remove()
+
+
+HEADER_BYTES = 4 + 2 + 2 + 16 + 8 + 8 + 4 + 6 * 2 + 16 + 4 + 4
+
+
+@pytest.mark.parametrize("offset", range(HEADER_BYTES))
+def test_header_with_a_flipped_bit_is_not_believed(tmp_path: Path, offset: int) -> None:
+    """Every field is compared or under the CRC: a damaged header is a new arena."""
+    first = Arena.open(spec(tmp_path))
+    first.close()
+    with first.spec.path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+    made = Arena.open(replace(spec(tmp_path), arena_id=bytes([7]) * 16))
+    assert not made.is_reattached
+    made.remove()
+
+
+@pytest.mark.parametrize("size", [0, 17, DATA_OFFSET, DATA_OFFSET + 3 * GEOMETRY.slot_bytes])
+def test_file_that_was_cut_is_not_believed(tmp_path: Path, size: int) -> None:
+    """A start that was killed half way leaves less than an arena."""
+    first = Arena.open(spec(tmp_path))
+    first.close()
+    os.truncate(first.spec.path, size)
+    made = Arena.open(spec(tmp_path))
+    assert not made.is_reattached
+    made.remove()
+
+
+def test_link_in_the_arenas_place_is_refused(tmp_path: Path) -> None:
+    """Another user's trap: nothing is written through it."""
+    target = tmp_path / "precious"
+    target.write_bytes(b"mine")
+    spec(tmp_path).path.symlink_to(target)
+    with pytest.raises(StartupError, match="not an arena file"):
+        Arena.open(spec(tmp_path))
+    assert target.read_bytes() == b"mine"
+
+
+def test_locks_of_workers_outlive_the_store(tmp_path: Path) -> None:
+    """A restarted store sees who still has the old mapping, slot by slot."""
+    first = Arena.open(spec(tmp_path))
+    held = [first.open_for_worker(slot) for slot in (3, 4, 900)]
+    first.close()
+    again = Arena.open(spec(tmp_path))
+    assert again.locked_slots() == [3, 4, 900]
+    assert again.open_for_worker(4) is None
+    for descriptor in held:
+        assert descriptor is not None
+        os.close(descriptor)
+    assert again.locked_slots() == []
+    again.remove()
 
 
 def test_slot_lock_stands_while_the_mapping_does(arena: Arena) -> None:

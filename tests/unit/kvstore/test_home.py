@@ -241,7 +241,7 @@ def test_log_without_kv_catches_up_by_checkpoints_before_it_appends() -> None:
     store = build_store()
     worker = open_log(store, list(range(10)))
     worker.prefill()
-    store.cut_kv(worker.log, 0)
+    store.home.give_up_kv(worker.log, 0)
     decode = take(store, worker.log_id, pages=3)
     early = replace(decode.item(4), position=decode.log.position)
     assert refusal(store.writes.append, early, DECODE.worker_id, 0.0).field == "position"

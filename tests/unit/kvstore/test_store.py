@@ -150,7 +150,7 @@ def test_output_blocks_are_found_by_the_next_turn() -> None:
     history = list(decode.log.tokens)
     store.keeper.close(worker.log_id, is_dropped=False, wall_s=NOW.wall_s)
     following = open_log(store, [*history, 60, 61])
-    assert following.log.cached_tokens == (len(history) - 1) // BLOCK * BLOCK
+    assert following.log.cached_tokens == len(history) - 1, "the last token has no KV yet"
     store.core.check_invariants()
 
 
@@ -344,7 +344,7 @@ def test_cancelled_decode_keeps_the_log_for_reuse() -> None:
     store.keeper.cancel(worker.log_id, NOW.wall_s)
     assert worker.log.phase is Phase.KEPT
     assert worker.log.finish_reason == "cancelled"
-    assert open_log(store, PROMPT).log.cached_tokens == 3 * BLOCK
+    assert open_log(store, PROMPT).log.cached_tokens == len(PROMPT) - 1
 
 
 def test_dropped_log_leaves_nothing_but_its_generation() -> None:
@@ -355,7 +355,7 @@ def test_dropped_log_leaves_nothing_but_its_generation() -> None:
     store.keeper.close(worker.log_id, is_dropped=False, wall_s=NOW.wall_s)
     store.keeper.close(worker.log_id, is_dropped=False, wall_s=NOW.wall_s)
     assert store.core.pool.counts().free == 64
-    assert len(store.core.index) == 0
+    assert len(store.core.tree) == 0
     with pytest.raises(ServiceError) as refused:
         store.core.current(worker.log_id, 1)
     assert refused.value.reason is Reason.STALE_GENERATION
@@ -464,7 +464,7 @@ def test_two_renewals_without_the_log_release_a_live_workers_pages() -> None:
     """One renewal may have been sent before the fence was known; the second was not."""
     store = build_store()
     table = WorkerTable()
-    slot = table.new_slot("prefill-0")
+    slot = table.new_slot("prefill-0", lambda _slot: False)
     worker = open_log(store, PROMPT)
     store.keeper.cancel(worker.log_id, NOW.wall_s)
     pool = store.core.pool

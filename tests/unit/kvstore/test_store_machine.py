@@ -184,6 +184,41 @@ class LogLives(RuleBasedStateMachine):
             self.writers[child] = WorkerModel(self.store, child, writer)
         return child
 
+    @rule(
+        target=logs,
+        log_id=logs,
+        position=st.integers(1, 40),
+        tail=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        writer=workers,
+    )
+    def edit(self, log_id: bytes, position: int, tail: list[int], writer: Writer) -> bytes:
+        """A new log with the first tokens of another one and others behind them."""
+        parent = self.store.core.logs.get(log_id)
+        kept = [] if parent is None else list(parent.tokens[:position])
+        base = Parent(log_id=log_id, generation=0, position=len(kept))
+        wanted = order([*kept, *tail], base=base)
+        try:
+            self.store.open(wanted, writer, NOW)
+        except ServiceError as error:
+            require_expected(error, Reason.LOG_NOT_FOUND)
+            return wanted.log_id
+        fill_work(self.store)
+        self.tokens[wanted.log_id] = [*kept, *tail]
+        self.writers[wanted.log_id] = WorkerModel(self.store, wanted.log_id, writer)
+        return wanted.log_id
+
+    @rule(pages=st.integers(1, PAGES))
+    def evict(self, pages: int) -> None:
+        """KV of logs that nobody writes goes; tokens stay."""
+        self.store.keeper.make_room(pages)
+        fill_work(self.store)
+
+    @rule(log_id=logs)
+    def snapshot(self, log_id: bytes) -> None:
+        """Compaction: what was before is not needed any more."""
+        if self.alive(log_id):
+            self.store.core.journal.snapshot(self.store.core.logs[log_id])
+
     @rule(log_id=logs)
     def cancel(self, log_id: bytes) -> None:
         """A fence; unsealed logs go."""
@@ -241,7 +276,7 @@ class LogLives(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """A restart here would give back every log as it is, and no other (W1)."""
-        recovered = recovered_from(self.sink.records)
+        recovered = recovered_from(self.sink.records, bytes(16))
         assert recovered.damaged == set()
         assert set(recovered.logs) == set(self.store.core.logs)
         for log_id, log in self.store.core.logs.items():
@@ -250,6 +285,10 @@ class LogLives(RuleBasedStateMachine):
             assert back.generation == log.generation
             assert back.prompt_tokens == log.prompt_tokens
             assert back.is_sealed == log.is_sealed
+            # A copied tail whose CRCs came with the copy is known again when its page is full.
+            full = log.committed // BLOCK
+            assert back.rows[:full] == log.rows[:full]
+            assert back.committed <= log.committed
 
 
 LogLives.TestCase.settings = settings(

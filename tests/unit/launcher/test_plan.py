@@ -9,12 +9,14 @@ import pytest
 
 from baton.launcher.plan import (
     ARENA_BYTES_MAX,
+    NVME_BYTES_MAX,
     ChildSpec,
     ClusterOptions,
     Machine,
     arena_bytes,
     build_plan,
     divide_cores,
+    nvme_bytes,
 )
 
 CAPABILITY = "bc1.secret"
@@ -104,8 +106,55 @@ def test_the_arena_is_as_asked_for_or_what_fits() -> None:
     assert arena_bytes(options(arena_bytes=7 << 20), machine) == 7 << 20
 
 
+def test_the_nvme_tier_is_as_asked_for_or_a_modest_part_of_the_disk() -> None:
+    """A tenth of what is free for all nodes together, at most 1 GiB each, none of too little."""
+    machine = Machine(cores=2, shm_free_bytes=1 << 34, disk_free_bytes=1 << 30)
+    assert nvme_bytes(options(), machine) == (1 << 30) // 10
+    assert nvme_bytes(options(nodes=2), machine) == 0
+    roomy = Machine(cores=2, shm_free_bytes=1 << 34, disk_free_bytes=1 << 40)
+    assert nvme_bytes(options(), roomy) == NVME_BYTES_MAX
+    assert nvme_bytes(options(nvme_bytes=7), roomy) == 7
+    assert nvme_bytes(options(nvme_bytes=0), roomy) == 0
+
+
+def test_the_nvme_tier_lies_in_the_run_directory_unless_the_user_says() -> None:
+    """And where there is none, no flag of it is given."""
+    assert "--nvme-bytes" not in plan(nvme_bytes=0)["kvstore-0"].arguments
+    store = plan(nvme_bytes=1 << 20, nodes=2)["kvstore-1"]
+    assert (flag(store, "--nvme-bytes"), flag(store, "--nvme-dir")) == ("1048576", "/run/x/nvme")
+    chosen = plan(nvme_bytes=1 << 20, nvme_dir=Path("/disk"))["kvstore-0"]
+    assert flag(chosen, "--nvme-dir") == "/disk"
+
+
 def test_a_tenants_file_goes_to_the_gateway_alone() -> None:
     """Nobody else reads keys."""
     children = plan(tenants_file=Path("/etc/tenants.yaml"))
     holders = [name for name, spec in children.items() if "/etc/tenants.yaml" in spec.arguments]
     assert holders == ["gateway-0"]
+
+
+def test_a_quota_file_goes_to_every_kvstore_alone() -> None:
+    """Its numbers count on each node."""
+    children = plan(nodes=2, quotas=Path("/etc/quotas.yaml"))
+    holders = [name for name, spec in children.items() if "/etc/quotas.yaml" in spec.arguments]
+    assert holders == ["kvstore-0", "kvstore-1"]
+
+
+def test_two_nodes_have_stores_logs_and_workers_of_their_own() -> None:
+    """With one worker of each role, prefill and decode are on different nodes."""
+    children = plan(nodes=2)
+    stores = [children["kvstore-0"], children["kvstore-1"]]
+    assert [flag(store, "--node-id") for store in stores] == ["node-0", "node-1"]
+    assert flag(stores[0], "--log-dir") != flag(stores[1], "--log-dir")
+    assert flag(children["prefill-0"], "--kvstore") == stores[0].grpc_address
+    assert flag(children["decode-0"], "--kvstore") == stores[1].grpc_address
+
+
+def test_workers_are_dealt_so_that_each_node_has_both_roles() -> None:
+    """Two of each on two nodes: a request may stay on either."""
+    children = plan(nodes=2, prefill_workers=2, decode_workers=2)
+    for node in (0, 1):
+        address = children[f"kvstore-{node}"].grpc_address
+        served = {name for name, spec in children.items() if "--kvstore" in spec.arguments}
+        there = {name for name in served if flag(children[name], "--kvstore") == address}
+        assert {name.partition("-")[0] for name in there} == {"prefill", "decode"}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.launcher import supervisor as supervision
 from baton.launcher.plan import ChildSpec
 from baton.launcher.ports import PortReservation
 from baton.launcher.rundir import RunDir, RunDirBusy, running_pid
@@ -111,6 +112,34 @@ async def test_a_child_that_dies_is_started_again(modules: Path, tmp_path: Path)
         await watching
     assert ChildState.RESTARTING in seen
     assert seen[-1] is ChildState.STOPPED
+
+
+@pytest.mark.parametrize(("steady_s", "deaths"), [(60.0, 2), (0.0, 4)])
+async def test_only_a_child_that_never_serves_for_long_is_given_up(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steady_s: float, deaths: int
+) -> None:
+    """Killed as soon as it serves, it is given up after a while; one that served is not."""
+    monkeypatch.setattr(supervision, "STEADY_S", steady_s)
+    monkeypatch.setattr(supervision, "RESTARTS_MAX", 1)
+
+    def kill_when_ready(child: Child) -> None:
+        if child.state is ChildState.READY and child.restarts < deaths:
+            assert child.process is not None
+            child.process.kill()
+        elif child.restarts == deaths:
+            is_enough.set()
+
+    is_enough = asyncio.Event()
+    specs = [spec("decode-0", "serving_child")]
+    supervisor = Supervisor(specs, tmp_path / "run", on_change=kill_when_ready)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group, supervisor as cluster:
+        watching = group.create_task(_failure_of(cluster.wait()))
+        if steady_s:
+            assert "died 2 times" in str(await watching)
+        else:
+            await is_enough.wait()
+            await cluster.stop()
+            assert await watching is None
 
 
 async def test_a_stop_during_the_start_ends_it(modules: Path, tmp_path: Path) -> None:

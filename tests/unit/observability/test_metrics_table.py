@@ -14,18 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from baton.errors import Reason
 from baton.metrics import Metrics
-from baton.metrics_table import (
-    FAMILIES,
-    HAND_OFF_STATES,
-    OUTCOMES,
-    SERVICES,
-    Kind,
-    counter,
-    counter_following,
-    families_of,
-    gauge,
-    histogram,
-)
+from baton.metrics_families import HAND_OFF_STATES, OUTCOMES, SERVICES, Kind
+from baton.metrics_table import FAMILIES, counter, counter_following, families_of, gauge, histogram
 from baton.metrics_vllm import ALIASES, aliases_of, show_vllm_names
 from baton.stages import STAGES
 from services.decode.measures import DecodeMeasures
@@ -33,6 +23,9 @@ from services.gateway.events import FinishReason, KvSource, ServingMode
 from services.gateway.handoffs import STATES, HandOffs
 from services.gateway.hub import WorkerHub
 from services.gateway.measures import GatewayMeasures
+from services.gateway.planner import Planner, PlanRules
+from services.gateway.policy import PrefillMode
+from services.gateway.redis_measures import RedisMeasures
 from services.gateway.registry import Registry, WorkerRole
 from services.merger.measures import MergerMeasures
 from services.prefill.measures import PrefillMeasures
@@ -53,7 +46,11 @@ def gateway_metrics() -> Metrics:
     measures = GatewayMeasures(metrics)
     measures.follow_running(lambda: 2.0, lambda: 0.0)
     measures.follow_handoffs(HandOffs())
-    measures.follow_workers(WorkerHub(Registry(), ManualClock()))
+    hub = WorkerHub(Registry(), ManualClock())
+    measures.follow_workers(hub)
+    rules = PlanRules(mode=PrefillMode.AUTO, tokenizer_hash=bytes(8))
+    measures.follow_mismatched(Planner(hub, rules))
+    RedisMeasures(metrics)
     return metrics
 
 
@@ -104,7 +101,10 @@ def test_every_family_of_a_service_is_there_before_its_first_use() -> None:
     DecodeMeasures(shown["decode"])
     MergerMeasures(shown["merger"])
     elsewhere = {"baton_worker_held_logs", "baton_worker_kv_cache_usage", "baton_worker_arena_info",
-                 "baton_prefill_free_pages", "grpc_server_call_started",
+                 "baton_prefill_free_pages", "baton_worker_golden_checks",
+                 "baton_worker_golden_distance", "baton_worker_degraded",
+                 "baton_decode_gap_seconds", "baton_decode_local_prefill_rest_ratio",
+                 "grpc_server_call_started",
                  "grpc_server_call_duration_seconds"}  # fmt: skip
     for service, metrics in shown.items():
         found = {metric.name for metric in metrics.registry.collect()}

@@ -1,8 +1,6 @@
-"""Prompts take turns: bounded, in order, and a short one passes a huge one."""
+"""Prompts share passes: bounded, fair between tenants, and a short one passes a huge one."""
 
 from __future__ import annotations
-
-import asyncio
 
 import pytest
 from hypothesis import given
@@ -10,61 +8,105 @@ from hypothesis import strategies as st
 
 from baton.errors import Reason, ServiceError
 from services.prefill.scheduler import PromptScheduler
-from services.prefill.turns import Turns
+
+CHUNK = 256
 
 
-async def one_turn() -> None:
-    """Let every other task run once."""
-    await asyncio.sleep(0)  # noqa: TID251 - yields, waits for nothing
+def scheduler(queue: int = 2, interleave: int = 2, batch: int = CHUNK) -> PromptScheduler:
+    """A small one, of one full chunk a pass."""
+    return PromptScheduler(queue_depth_max=queue, interleave_max=interleave, batch_tokens=batch)
 
 
-def scheduler(queue: int = 2, interleave: int = 2) -> PromptScheduler:
-    """A small one."""
-    return PromptScheduler(queue_depth_max=queue, interleave_max=interleave)
-
-
-def entered(prompts: PromptScheduler, *names: str) -> None:
+def entered(prompts: PromptScheduler, *names: str, tenant: str = "t", chunk: int = CHUNK) -> None:
     """Prompts that ask at once."""
     for name in names:
-        prompts.enter(name, token_rate=0.0)
-        prompts.ask(name)
+        prompts.enter(name, token_rate=0.0, tenant=tenant)
+        prompts.ask(name, chunk)
+
+
+def batches(prompts: PromptScheduler, count: int, chunk: int = CHUNK) -> list[tuple[str, ...]]:
+    """So many passes, after which everybody asks again."""
+    found = []
+    for _ in range(count):
+        found.append(prompts.next_batch())
+        prompts.end_batch()
+        for name in found[-1]:
+            prompts.ask(name, chunk)
+    return found
 
 
 def test_prompts_alternate_chunk_by_chunk() -> None:
-    """The one whose last turn is longest ago goes next."""
+    """Where one chunk fills a pass, the prompt served longest ago goes next: no huge one starves a
+    short one.
+    """
     prompts = scheduler()
     entered(prompts, "huge", "short")
-    order = []
-    for _ in range(4):
-        chosen = prompts.next_turn()
-        assert chosen is not None
-        order.append(chosen)
-        prompts.end_turn(chosen)
-        prompts.ask(chosen)
-    assert order == ["huge", "short", "huge", "short"]
+    assert batches(prompts, 4) == [("huge",), ("short",), ("huge",), ("short",)]
 
 
-def test_only_one_prompt_holds_the_turn() -> None:
+def test_short_chunks_go_together_and_a_long_one_waits_for_its_own_pass() -> None:
+    """A pass takes what its tokens hold, also from behind one that does not fit."""
+    prompts = scheduler(interleave=8)
+    entered(prompts, "a", "b", chunk=100)
+    entered(prompts, "long", chunk=200)
+    entered(prompts, "c", chunk=56)
+    assert prompts.next_batch() == ("a", "b", "c")
+    prompts.end_batch()
+    assert prompts.next_batch() == ("long",)
+
+
+def test_a_chunk_beyond_the_budget_has_a_pass_of_its_own() -> None:
+    """The budget bounds company, not chunks."""
+    prompts = scheduler(batch=64)
+    entered(prompts, "big", "small")
+    assert prompts.next_batch() == ("big",)
+
+
+def test_one_batch_at_a_time() -> None:
     """There is one compute thread."""
     prompts = scheduler()
     entered(prompts, "a", "b")
-    assert prompts.next_turn() == "a"
-    assert prompts.next_turn() is None
-    prompts.end_turn("a")
-    assert prompts.next_turn() == "b"
+    assert prompts.next_batch() == ("a",)
+    assert prompts.next_batch() == ()
+    prompts.end_batch()
+    assert prompts.next_batch() == ("b",)
 
 
 def test_prompts_beyond_the_sharing_ones_wait_for_one_to_leave() -> None:
-    """A few share the thread; the rest keep their order."""
+    """A few of one tenant share the thread; the rest keep their order."""
     prompts = scheduler()
     entered(prompts, "a", "b", "c")
     assert prompts.queued == 1
     for name in ("a", "b"):
-        assert prompts.next_turn() == name
-        prompts.end_turn(name)
-    assert prompts.next_turn() is None
+        assert prompts.next_batch() == (name,)
+        prompts.end_batch()
+    assert prompts.next_batch() == ()
     prompts.leave("a")
-    assert prompts.next_turn() == "c"
+    assert prompts.next_batch() == ("c",)
+
+
+def test_a_hundred_long_prompts_of_one_tenant_do_not_hold_up_anothers_first() -> None:
+    """It comes in through a full queue and is in the very next pass."""
+    prompts = scheduler(queue=96, interleave=4, batch=2 * CHUNK)
+    entered(prompts, *(f"long{index}" for index in range(100)), tenant="greedy")
+    with pytest.raises(ServiceError) as caught:
+        prompts.enter("one more", token_rate=0.0, tenant="greedy")
+    assert caught.value.reason is Reason.QUEUE_FULL
+    batches(prompts, 3)
+    running = prompts.next_batch()
+    entered(prompts, "first", tenant="modest", chunk=60)
+    prompts.end_batch()
+    for name in running:
+        prompts.ask(name, CHUNK)
+    assert prompts.next_batch()[0] == "first"
+
+
+def test_tenants_take_turns_whatever_they_have() -> None:
+    """Three prompts get a tenant no more passes than one."""
+    prompts = scheduler(queue=8, interleave=8)
+    entered(prompts, "a1", "a2", "a3", tenant="a")
+    entered(prompts, "b1", tenant="b")
+    assert batches(prompts, 6) == [("a1",), ("b1",), ("a2",), ("b1",), ("a3",), ("b1",)]
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
@@ -73,19 +115,31 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     entered(prompts, "a", "b")
     prompts.set_tokens("a", 4000)
     with pytest.raises(ServiceError) as caught:
-        prompts.enter("c", token_rate=1000.0)
+        prompts.enter("c", token_rate=1000.0, tenant="t")
     assert caught.value.reason is Reason.QUEUE_FULL
     assert caught.value.retry_after_s == pytest.approx(2.0)
     prompts.leave("b")
-    prompts.enter("c", token_rate=0.0)
+    prompts.enter("c", token_rate=0.0, tenant="t")
+
+
+def test_the_room_for_other_tenants_has_a_bound() -> None:
+    """Each finds room for one prompt, but not any number of them."""
+    prompts = scheduler(queue=2, interleave=1)
+    entered(prompts, "a", "b", "c", tenant="greedy")
+    entered(prompts, "d", tenant="first")
+    entered(prompts, "e", tenant="second")
+    with pytest.raises(ServiceError) as caught:
+        prompts.enter("f", token_rate=0.0, tenant="third")
+    assert caught.value.reason is Reason.QUEUE_FULL
+    prompts.check_invariants()
 
 
 def test_an_unmeasured_worker_still_names_a_wait() -> None:
-    """Before the first prompt the rate is unknown; the answer is then the least wait."""
+    """Where the rate is unknown the answer is the least wait."""
     prompts = scheduler(queue=1, interleave=1)
     entered(prompts, "a", "b")
     with pytest.raises(ServiceError) as caught:
-        prompts.enter("c", token_rate=0.0)
+        prompts.enter("c", token_rate=0.0, tenant="t")
     assert caught.value.retry_after_s == 0.5
 
 
@@ -99,7 +153,7 @@ def test_the_same_request_does_not_run_twice() -> None:
 
 
 def test_pending_tokens_are_those_of_entered_prompts() -> None:
-    """The router divides them by the measured rate."""
+    """Heartbeats tell them; the router divides them by the measured rate."""
     prompts = scheduler()
     entered(prompts, "a", "b")
     prompts.set_tokens("a", 100)
@@ -109,104 +163,36 @@ def test_pending_tokens_are_those_of_entered_prompts() -> None:
     assert prompts.pending_tokens == 20
 
 
-@given(st.lists(st.tuples(st.sampled_from("eawnl"), st.integers(0, 5)), max_size=200))
-def test_no_sequence_of_events_breaks_the_invariants(events: list[tuple[str, int]]) -> None:
-    """Any mix of entering, asking, withdrawing, turns and leaving keeps the bounds."""
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("eawnl"), st.integers(0, 8), st.integers(1, 400)), max_size=200
+    )
+)
+def test_no_sequence_of_events_breaks_the_invariants(events: list[tuple[str, int, int]]) -> None:
+    """Any mix of entering, asking, withdrawing, passes and leaving keeps the bounds."""
     prompts = scheduler()
-    inside: set[str] = set()
-    for kind, number in events:
+    chunks: dict[str, int | None] = {}
+    for kind, number, tokens in events:
         name = str(number)
-        if kind == "e" and name not in inside and len(prompts) < 4:
-            prompts.enter(name, token_rate=0.0)
-            inside.add(name)
-        elif kind == "a" and name in inside and prompts.holder != name:
-            prompts.ask(name)
-        elif kind == "w" and name in inside:
+        if kind == "e" and name not in chunks and len(prompts) < 4:
+            prompts.enter(name, token_rate=0.0, tenant=str(number % 3))
+            chunks[name] = None
+        elif kind == "a" and name in chunks and name not in prompts.batch:
+            prompts.ask(name, tokens)
+            chunks[name] = tokens
+        elif kind == "w" and name in chunks:
             prompts.withdraw(name)
+            chunks[name] = None
         elif kind == "n":
-            if prompts.holder is not None:
-                prompts.end_turn(prompts.holder)
-            prompts.next_turn()
-        elif kind == "l" and name in inside and prompts.holder != name:
+            if prompts.batch:
+                prompts.end_batch()
+            batch = prompts.next_batch()
+            together = sum(chunks[one] or 0 for one in batch)
+            assert len(batch) <= 1 or together <= CHUNK
+            assert all(chunks[one] is not None for one in batch)
+            chunks.update(dict.fromkeys(batch))
+        elif kind == "l" and name in chunks and name not in prompts.batch:
             prompts.leave(name)
-            inside.discard(name)
+            del chunks[name]
         prompts.check_invariants()
-
-
-async def test_turns_wake_the_next_prompt() -> None:
-    """The asyncio side hands the turn over as soon as it ends."""
-    turns = Turns(scheduler())
-    order: list[str] = []
-
-    async def run(name: str, chunks: int) -> None:
-        with turns.entered(name, token_rate=0.0) as mine:
-            for _ in range(chunks):
-                async with mine.turn():
-                    order.append(name)
-                    await one_turn()
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(run("a", 3))
-        group.create_task(run("b", 2))
-    assert order == ["a", "b", "a", "b", "a"]
-    assert await turns.wait_empty(1.0)
-
-
-async def test_a_waiting_prompt_can_be_refused() -> None:
-    """Cancel reaches prompts that wait, not only those that compute."""
-    turns = Turns(scheduler())
-    with turns.entered("a", token_rate=0.0) as first, turns.entered("b", token_rate=0.0) as second:
-        async with first.turn(), asyncio.TaskGroup() as group:
-
-            async def wait() -> None:
-                with pytest.raises(ServiceError) as caught:
-                    async with second.turn():
-                        raise AssertionError("no turn was free")
-                assert caught.value.reason is Reason.CANCELLED
-
-            group.create_task(wait())
-            await one_turn()
-            turns.refuse("b", ServiceError(Reason.CANCELLED, "enough"))
-        async with second.turn():
-            pass
-
-
-async def test_a_cancelled_waiter_does_not_swallow_the_turn() -> None:
-    """Granted and cancelled in the same moment: the turn goes on to the next."""
-    turns = Turns(scheduler(interleave=3))
-    with (
-        turns.entered("a", token_rate=0.0) as first,
-        turns.entered("b", token_rate=0.0) as second,
-        turns.entered("c", token_rate=0.0) as third,
-    ):
-
-        async def hold() -> None:
-            async with second.turn():
-                await asyncio.Event().wait()
-
-        async with first.turn(), asyncio.TaskGroup() as group:
-            waiting = group.create_task(hold())
-            await one_turn()
-            waiting.cancel()
-        async with asyncio.timeout(1.0), third.turn():
-            pass
-
-        async def late() -> None:
-            async with second.turn():
-                raise AssertionError("cancelled before it ran")
-
-        async with asyncio.TaskGroup() as group:
-            async with first.turn():
-                waiting_granted = group.create_task(late())
-                await one_turn()
-            # The turn was passed to the waiter, which has not run yet.
-            waiting_granted.cancel()
-        async with asyncio.timeout(1.0), third.turn():
-            pass
-
-
-async def test_waiting_for_an_empty_worker_has_a_deadline() -> None:
-    """Drain reports what was left instead of waiting for ever."""
-    turns = Turns(scheduler())
-    with turns.entered("a", token_rate=0.0):
-        assert not await turns.wait_empty(0.001)
+        assert 0 <= prompts.queued <= len(prompts)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.engine.kernel_weights import WeightMode
-from baton.engine.kv_pages import KvPages
+from baton.engine.kv_pages import KvPages, quantise
 from baton.engine.step_kernel import KernelOptions, StepKernel
 from baton.engine.step_kernel_abi import Isa, is_supported, load
 from baton.engine.step_kernel_build import BuildError, build, is_stale
@@ -61,10 +61,7 @@ class Model:
     def random_pages(self, dtype: KvDtype = KvDtype.F32, block_tokens: int = 16) -> KvPages:
         """Pages full of KV that no prompt made: fit for any context without computing one."""
         pages = self.pages(dtype, block_tokens)
-        random = torch.Generator().manual_seed(5)
-        for layer in range(self.weights.config.layers):
-            view = pages.layer(layer)
-            view.copy_(torch.randn(view.shape, generator=random))
+        fill(pages, seed=5)
         return pages
 
     def transformer(self, pages: KvPages) -> Transformer:
@@ -88,13 +85,42 @@ def copy_of(pages: KvPages) -> KvPages:
     same = KvPages.allocate(pages.geometry, pages.page_count)
     for layer in range(pages.geometry.layers):
         same.layer(layer).copy_(pages.layer(layer))
+        if pages.geometry.dtype.has_scales:
+            same.scales(layer).copy_(pages.scales(layer))
     return same
+
+
+def fill(pages: KvPages, seed: int) -> None:
+    """Random numbers in every slot, rounded to the type of the pages."""
+    random = torch.Generator().manual_seed(seed)
+    for layer in range(pages.geometry.layers):
+        shape = pages.layer(layer).shape
+        put(pages, layer, torch.randn(shape, generator=random))
+
+
+def put(pages: KvPages, layer: int, numbers: torch.Tensor) -> None:
+    """Numbers [pages, 2, kv_heads, block_tokens, head_dim] into a whole layer."""
+    view = pages.layer(layer)
+    if pages.geometry.dtype.has_scales:
+        elements, scales = quantise(numbers)
+        view.copy_(elements)
+        pages.scales(layer).copy_(scales)
+    else:
+        view.copy_(numbers)
+
+
+def numbers_of(pages: KvPages, layer: int) -> torch.Tensor:
+    """What stands in a whole layer, scales applied [pages, 2, kv_heads, block_tokens, head_dim]."""
+    numbers = pages.layer(layer).float()
+    if pages.geometry.dtype.has_scales:
+        numbers = numbers * pages.scales(layer).unsqueeze(-1)
+    return numbers
 
 
 def page_bytes(pages: KvPages, page: int) -> np.ndarray:
     """A copy of the bytes of one page slot."""
     slot = pages.geometry.slot_bytes
-    address = pages.layer(0).data_ptr() + page * slot
+    address = pages.address + page * slot
     return np.frombuffer(ctypes.string_at(address, slot), dtype=np.uint8)
 
 

@@ -126,6 +126,42 @@ def test_failing_compiler_is_said_once(tmp_path, monkeypatch, capsys):
     assert "cmake -S failed" in said
 
 
+def build_something(monkeypatch):
+    """Stands in for CMake: a library of one byte."""
+
+    def run(command):
+        if "-B" in command:
+            (Path(command[command.index("-B") + 1]) / "libbaton_step.so").write_bytes(b"x")
+
+    monkeypatch.setattr(builder, "_run", run)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+
+
+def test_two_builds_at_once_do_not_write_one_file(tmp_path, monkeypatch):
+    """Or the first to end would put half of the other's in its place."""
+    build_something(monkeypatch)
+    copied, parts = shutil.copyfile, []
+
+    def copy(source, target):
+        parts.append(target)
+        if len(parts) == 1:
+            builder.build(tmp_path / "lib.so", NATIVE)
+        copied(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    builder.build(tmp_path / "lib.so", NATIVE)
+    assert len(set(parts)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["lib.so"]
+
+
+def test_folder_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, capsys):
+    """It ends no installation: torch serves."""
+    build_something(monkeypatch)
+    (tmp_path / "file").touch()
+    assert not builder.build_or_warn(tmp_path / "file" / "lib.so", NATIVE)
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_stale_means_sources_are_newer(tmp_path):
     """`make setup` is instant when nothing changed, and an installed wheel has no sources."""
     sources, library = tmp_path / "native", tmp_path / "lib.so"

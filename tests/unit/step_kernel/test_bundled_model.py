@@ -95,6 +95,7 @@ def test_golden_check_fails_a_broken_kernel(path):
     """One wrong number in a reference is one wrong number in a kernel: it must show."""
     reference = golden_check.find_reference(weight_hashes(path))
     assert reference is not None
+    assert reference.sketches is not None
     sketches = reference.sketches.copy()
     sketches[3] *= 1.05
     broken = golden_check.GoldenReference(

@@ -22,7 +22,7 @@ from tests.unit.step_kernel.kernels import (
     require_library,
 )
 
-KV_TYPES = (KvDtype.F32, KvDtype.BF16, KvDtype.F16)
+KV_TYPES = (KvDtype.F32, KvDtype.BF16, KvDtype.F16, KvDtype.INT8)
 # Distance of one step to float32 on the tiny model, whose few wide weights exaggerate rounding.
 NEAR = {
     (WeightMode.FLOAT32, Activation.INT16): 2e-2,

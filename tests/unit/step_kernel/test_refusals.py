@@ -11,7 +11,7 @@ from baton.engine import step_kernel
 from baton.engine.kernel_weights import WeightMode
 from baton.engine.kv_pages import KvPages
 from baton.engine.step_kernel import open_step_kernel
-from baton.engine.step_kernel_abi import load
+from baton.engine.step_kernel_abi import Error, Kind, Role, load
 from baton.errors import Reason, ServiceError
 from baton.kv.layout import KvDtype
 from baton.testing.tiny_models import GQA_TIED, write_directory
@@ -146,6 +146,38 @@ def test_greedy_step_needs_no_logits(kernel):
     assert short.logits is None
     assert short.best_tokens == full.best_tokens == (int(full.logits[0].argmax()),)
     assert short.slot_crcs == full.slot_crcs
+
+
+def wide_config(ffi):
+    """A model whose attention is wider than any matrix that is packed."""
+    shape = ffi.new("bt_config *")
+    shape.layers = shape.batch_max = shape.threads = shape.has_tied_head = 1
+    shape.hidden = 2
+    shape.heads = shape.kv_heads = shape.head_dim = shape.rotary_dim = 1024
+    shape.intermediate = shape.vocabulary = shape.max_context = shape.block_tokens = 16
+    shape.kv, shape.rms_eps, shape.weight_bytes = 3, 1e-5, 1 << 20
+    return shape
+
+
+def test_matrix_too_wide_to_be_packed_is_refused(model):
+    """It was taken as one of no bytes, and written past the end of the weights."""
+    ffi, library = load()
+    made = ffi.new("bt_kernel **")
+    assert library.bt_create(wide_config(ffi), made) == Error.OK
+    kernel = ffi.gc(made[0], library.bt_destroy)
+    size = 2 * 1024 * 1024 * 4
+    source = ffi.new("char[]", size)
+    assert library.bt_packed_bytes(Kind.F32, 2, 1024 * 1024) == 0
+    code = library.bt_set_matrix(kernel, Role.OUTPUT, 0, Kind.F32, source, size)
+    assert code == Error.BAD_MATRIX
+
+
+def test_weights_larger_than_any_memory_are_refused(model):
+    """The sum of their sizes does not run over."""
+    ffi, library = load()
+    shape = wide_config(ffi)
+    shape.weight_bytes = 2**64 - 1
+    assert library.bt_create(shape, ffi.new("bt_kernel **")) == Error.BAD_SHAPE
 
 
 def test_no_library_leaves_the_torch_path(model, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -98,15 +100,91 @@ async def test_a_store_that_forgot_us_is_an_error_of_its_own() -> None:
     assert caught.value.reason is Reason.NO_WORKER
 
 
-async def test_losing_everything_tells_each_holder_why_and_waits_for_them() -> None:
+async def test_a_lost_store_ends_who_cannot_wait_and_waits_for_them() -> None:
     """The old arena may only go when nobody writes it any more."""
     told: list[str] = []
     held = HeldLogs()
     for log in (LOG, OTHER):
         held.add(log, lambda error: told.append(error.reason.value))
-    held.lose_all(ServiceError(Reason.WORKER_LOST, "restarted"))
+    held.lose_store()
     assert told == ["WORKER_LOST", "WORKER_LOST"]
     held.discard(LOG)
-    assert not await held.wait_none_left(0.001)
+    assert not await held.wait_none_writing(0.001)
     held.discard(OTHER)
-    assert await held.wait_none_left(0.001)
+    assert await held.wait_none_writing(0.001)
+
+
+async def test_parked_logs_come_back_under_their_new_generations() -> None:
+    """One that the store gave to another owner meanwhile does not, and is not held any more."""
+    lost: list[bytes] = []
+    held = HeldLogs()
+    for log in (LOG, OTHER):
+        held.add(log, _never, partial(lost.append, log.log_id))
+    held.lose_store()
+    assert lost == [LOG.log_id, OTHER.log_id]
+    assert not await held.wait_none_writing(0.001), "they still write"
+    async with asyncio.TaskGroup() as group:
+        kept = group.create_task(held.back(LOG, 5.0))
+        refused = group.create_task(_reason(held, OTHER))
+        assert await held.wait_none_writing(5.0)
+        assert held.parked() == [LOG, OTHER]
+        held.return_kept([NEWER])
+    assert kept.result() == NEWER
+    assert refused.result() is Reason.STALE_GENERATION
+    assert held.logs() == [NEWER]
+
+
+async def test_nothing_is_begun_while_the_worker_attaches_again() -> None:
+    """A run that began now would write into an arena that is about to go."""
+    held = HeldLogs()
+    held.lose_store()
+    with pytest.raises(ServiceError) as refused:
+        held.add(LOG, _never)
+    assert refused.value.reason is Reason.WORKER_LOST
+    assert held.logs() == []
+    held.return_kept([])
+    held.add(LOG, _never)
+    assert held.logs() == [LOG]
+
+
+async def test_a_store_that_stays_away_is_not_waited_for_for_ever() -> None:
+    """The client hears of it; the log is the store's business again."""
+    held = HeldLogs()
+    held.add(LOG, _never, lambda: None)
+    assert await _reason(held, LOG, 0.01) is Reason.WORKER_LOST
+    assert held.logs() == []
+
+
+async def test_a_log_parked_for_nothing_is_given_up() -> None:
+    """The store answers a renewal that was begun after the parking: it never forgot this worker."""
+    held, store = HeldLogs(), Store()
+    held.add(LOG, _never, lambda: None)
+    async with asyncio.TaskGroup() as group:
+        refused = group.create_task(_reason(held, LOG))
+        assert await held.wait_none_writing(5.0)
+        await renew_once(held, store, 9, Progress())
+    assert refused.result() is Reason.WORKER_LOST
+    assert held.logs() == []
+
+
+async def test_a_cancelled_waiter_lets_its_log_go() -> None:
+    """Also in the very moment in which it came back."""
+    held = HeldLogs()
+    held.add(LOG, _never, lambda: None)
+    async with asyncio.TaskGroup() as group:
+        waiter = group.create_task(held.back(LOG, 5.0))
+        assert await held.wait_none_writing(5.0)
+        held.return_kept([NEWER])
+        waiter.cancel()
+    assert waiter.cancelled()
+    assert held.logs() == []
+
+
+def _never(error: ServiceError) -> None:
+    raise AssertionError(error)
+
+
+async def _reason(held: HeldLogs, log: HeldLog, patience_s: float = 5.0) -> Reason:
+    with pytest.raises(ServiceError) as refused:
+        await held.back(log, patience_s)
+    return refused.value.reason
