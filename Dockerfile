@@ -23,6 +23,7 @@ RUN apt-get update \
     && groupadd --gid 10001 baton \
     && useradd --uid 10001 --gid baton --no-create-home --shell /usr/sbin/nologin baton \
     && install -d -o baton -g baton -m 0700 /var/lib/baton /var/lib/baton/log /var/lib/baton/arena \
+        /var/lib/baton/nvme \
     && chmod 0755 /var/lib/baton
 
 # --- requirements: what to install, told apart from the rest of pyproject.toml -----------------
@@ -61,12 +62,22 @@ RUN cd /build \
        'from baton.models import pull; print(pull("smollm2"))' \
     && chmod -R a+rX /var/lib/baton/models
 
-# --- project: Baton itself ---------------------------------------------------------------------
+# --- project: Baton itself, with its native code -------------------------------------------------
+# The compiler stays here; CMake comes as a wheel while pip builds. The library has every
+# instruction set in it and chooses at run time, so that an image runs on another machine too.
 FROM packages AS project
-COPY pyproject.toml README.md LICENSE /build/
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ make \
+    && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml setup.py README.md LICENSE /build/
+COPY native /build/native
 COPY baton /build/baton
 COPY services /build/services
-RUN cd /build && /opt/baton/venv/bin/pip install --no-deps --target /opt/baton/project .
+# An installation without the libraries would serve, several times slower: not in an image.
+RUN cd /build && /opt/baton/venv/bin/pip install --no-deps --target /opt/baton/project . \
+    && test -s /opt/baton/project/baton/engine/libbaton_step.so \
+    && test -s /opt/baton/project/services/kvstore/log/libbaton_log.so \
+    && test -s /opt/baton/project/baton/arena/libbaton_copy.so
 
 # --- runtime: what both images share -----------------------------------------------------------
 FROM python AS runtime

@@ -104,8 +104,9 @@ test-all: model ## the tests and the slow ones, and those of a GPU where there i
 	@$(call run_marked,cluster and not more)
 
 .PHONY: test-more
-test-more: model ## crash, drill and compose tests
+test-more: model ## crash, drill and compose tests, and those of the ucx extra
 	@$(call run_marked,more)
+	@scripts/test_ucx.sh $(PYTEST_ARGS)
 
 .PHONY: test-compose
 test-compose: setup ## the cluster of docker-compose.yml on a real container engine
@@ -113,8 +114,8 @@ test-compose: setup ## the cluster of docker-compose.yml on a real container eng
 
 .PHONY: bench-%
 bench-%: setup ## one benchmark: bench-NAME runs bench/NAME.py
-	@test -f bench/$*.py || { echo "bench: there is no bench/$*.py; there are: $$(ls bench 2>/dev/null | xargs)" >&2; exit 1; }
-	@$(BIN)/python bench/$*.py
+	@test -f bench/$(subst -,_,$*).py || { echo "bench: there is no bench/$(subst -,_,$*).py; there are: $$(ls bench 2>/dev/null | xargs)" >&2; exit 1; }
+	@$(BIN)/python -m bench.$(subst -,_,$*)
 
 .PHONY: ci
 ci: ## what the gate runs

@@ -44,10 +44,15 @@ parts = [project["build-system"], project["project"], project["tool"]["setuptool
 print(hashlib.sha256(repr(parts).encode()).hexdigest())
 EOF
 )
-# The native library is built by the installation, and again when one of its sources is newer.
+# The native libraries are built by the installation, and again when one of their sources is newer.
 build_native() {
-  local library=baton/engine/libbaton_step.so
-  if [ ! -f "$library" ] || [ -n "$(find native -newer "$library" -type f -print -quit)" ]; then
+  local step=baton/engine/libbaton_step.so log=services/kvstore/log/libbaton_log.so
+  local copy=baton/arena/libbaton_copy.so
+  if [ ! -f "$step" ] || [ ! -f "$log" ] || [ ! -f "$copy" ] ||
+    [ -n "$(find native \( -path native/log -o -path native/copy \) -prune -o \
+      -newer "$step" -type f -print -quit)" ] ||
+    [ -n "$(find native/log -newer "$log" -type f -print -quit)" ] ||
+    [ -n "$(find native/copy -newer "$copy" -type f -print -quit)" ]; then
     .venv/bin/python -m baton.engine.step_kernel_build
   fi
 }
