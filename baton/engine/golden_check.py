@@ -170,7 +170,9 @@ class TorchPath:
         self._is_int8 = geometry.dtype.has_scales
         tokens = len(reference.prompt_ids) + len(reference.forced_ids)
         self._page_count = -(-tokens // geometry.block_tokens)
-        self._own = Transformer(self._weights, KvPages.allocate(geometry, self._page_count))
+        device = self._weights.embedding.device
+        pages = KvPages.allocate(geometry, self._page_count, device)
+        self._own = Transformer(self._weights, pages)
 
     @property
     def bound(self) -> float:
@@ -188,15 +190,16 @@ class TorchPath:
 
     def weights_view(self) -> memoryview:
         """See `GoldenPath`."""
-        return self._weights.embedding.numpy().data.cast("B")
+        # Of a device's memory it is a copy.
+        return self._weights.embedding.cpu().numpy().data.cast("B")
 
     def slices(self, reference: GoldenReference) -> Iterator[Floats | None]:
         """See `GoldenPath`."""
         table = range(self._page_count)
-        yield sketch(self._own.prefill_chunk(reference.prompt_ids, 0, table).numpy())
+        yield sketch(self._own.prefill_chunk(reference.prompt_ids, 0, table).cpu().numpy())
         for index, token in enumerate(reference.forced_ids):
             logits = self._own.decode_step([token], [len(reference.prompt_ids) + index], [table])
-            yield sketch(logits[0].numpy())
+            yield sketch(logits[0].cpu().numpy())
 
 
 def find_reference(

@@ -64,10 +64,12 @@ class KvPages:
         return cls(data, geometry, page_count)
 
     @classmethod
-    def allocate(cls, geometry: KvGeometry, page_count: int) -> KvPages:
-        """Zeroed pages in this process's own memory, slots as wide as an arena's."""
+    def allocate(
+        cls, geometry: KvGeometry, page_count: int, device: torch.device | str = "cpu"
+    ) -> KvPages:
+        """Zeroed pages in this process's own memory, or a device's, slots as wide as an arena's."""
         assert page_count >= 1
-        data = torch.zeros(page_count * geometry.slot_bytes, dtype=torch.uint8)
+        data = torch.zeros(page_count * geometry.slot_bytes, dtype=torch.uint8, device=device)
         return cls(data, geometry, page_count)
 
     @property
@@ -79,6 +81,11 @@ class KvPages:
     def address(self) -> int:
         """Where page 0 begins in memory."""
         return self._data.data_ptr()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All slots as bytes [pages, slot_bytes], padding included, writable."""
+        return self._data.view(self.page_count, self.geometry.slot_bytes)
 
     def layer(self, index: int) -> torch.Tensor:
         """One layer of every page [pages, 2, kv_heads, block_tokens, head_dim], writable; int8

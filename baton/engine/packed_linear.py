@@ -1,7 +1,7 @@
 """Matrices in the order in which oneDNN multiplies them, reordered once instead of at every call.
 
-Owns the choice of what is packed: bfloat16 matrices where torch has oneDNN for them. A packed
-matrix takes the place of the plain one, takes as much memory, and gives the same bits.
+Owns the choice of what is packed: bfloat16 matrices of a CPU where torch has oneDNN for them. A
+packed matrix takes the place of the plain one, takes as much memory, and gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def pack(weight: torch.Tensor, rows: int = 256) -> torch.Tensor:
     """`weight` [output, input] for `linear`, packed where that is faster; `rows`: how many inputs a
     call is expected to have.
     """
-    if weight.dtype is not torch.bfloat16 or not _has_packed():
+    if weight.dtype is not torch.bfloat16 or not weight.is_cpu or not _has_packed():
         return weight
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
     return packed

@@ -12,12 +12,15 @@ from typing import Final
 
 import torch
 
+from baton.engine.config import ModelConfig
 from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.rope import RopeTable
+from baton.kv.layout import KvDtype
 
 # Queries attend in blocks of this many rows, so that a long chunk neither computes the masked
 # half of its scores nor needs a mask of its own length squared.
 QUERY_BLOCK_ROWS: Final = 256
+FLOAT_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +53,14 @@ class BatchPlan:
 def plan_batch(
     chunks: Sequence[PromptChunk], rope: RopeTable, block_tokens: int, dtype: torch.dtype
 ) -> BatchPlan:
-    """The plan of checked `chunks`; `dtype` is that of attention."""
+    """The plan of checked `chunks`, on the device of `rope`; `dtype` is that of attention."""
     spans, pages, positions = [], [], []
+    device = rope.cosine.device
     first_row = 0
     for chunk in chunks:
-        own = torch.arange(chunk.first_position, chunk.end)
+        own = torch.arange(chunk.first_position, chunk.end, device=device)
         used = -(-chunk.end // block_tokens)
-        table = torch.tensor(chunk.page_table[:used], dtype=torch.int64)
+        table = torch.tensor(chunk.page_table[:used], dtype=torch.int64, device=device)
         positions.append(own)
         pages.append(table[own // block_tokens])
         spans.append(
@@ -65,7 +69,7 @@ def plan_batch(
                 end_row=first_row + len(own),
                 end=chunk.end,
                 table=table,
-                masks=_causal_masks(chunk.first_position, chunk.end, dtype),
+                masks=_causal_masks(chunk.first_position, chunk.end, dtype, device),
                 wants_logits=chunk.wants_logits,
             )
         )
@@ -78,18 +82,41 @@ def plan_batch(
         cosine=rope.cosine[where].unsqueeze(1),
         sine=rope.sine[where].unsqueeze(1),
         last_rows=torch.tensor(
-            [span.end_row - 1 for span in spans if span.wants_logits], dtype=torch.int64
+            [span.end_row - 1 for span in spans if span.wants_logits],
+            dtype=torch.int64,
+            device=device,
         ),
     )
 
 
-def _causal_masks(first_position: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _causal_masks(
+    first_position: int, end: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
     """One additive mask per query block [rows, keys up to its last row]: 0 or minus infinity."""
     masks = []
     for first in range(first_position, end, QUERY_BLOCK_ROWS):
         last = min(first + QUERY_BLOCK_ROWS, end)
         rows = last - first
-        mask = torch.zeros(rows, last, dtype=dtype)
-        mask[:, first:] = torch.full((rows, rows), -torch.inf, dtype=dtype).triu(1)
+        mask = torch.zeros(rows, last, dtype=dtype, device=device)
+        mask[:, first:].fill_(-torch.inf).triu_(1)
         masks.append(mask)
     return tuple(masks)
+
+
+def pass_bytes(config: ModelConfig, kv: KvDtype, itemsize: int, rows: int, context: int) -> int:
+    """What a pass of `rows` tokens takes at most beside weights and pages, where all of them see a
+    context of so many tokens; `itemsize` is that of computation.
+
+    It does not grow with the prompt but by one layer's keys and values and by the masks.
+    """
+    heads = config.heads + 2 * config.kv_heads
+    # The residual stream and a sum in float32, Q, K and V once as they are and thrice while they
+    # are turned, gate and up and their product.
+    row = 12 * config.hidden + heads * config.head_dim * (itemsize + 12)
+    row += 5 * config.intermediate * itemsize
+    masks = rows * context * itemsize
+    # Those of one prompt while those of the one before it are let go.
+    gathered = 2 * 2 * config.kv_width * context * itemsize
+    if kv.has_scales:
+        gathered += 2 * config.kv_width * context * (itemsize + FLOAT_BYTES)
+    return rows * row + masks + gathered + config.vocabulary * FLOAT_BYTES

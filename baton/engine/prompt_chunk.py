@@ -12,7 +12,8 @@ class PromptChunk:
 
     `tokens` stand at `first_position` and on; all earlier KV must be in the pages that `page_table`
     names (page i holds positions i * block_tokens and on). `wants_logits`: those after the chunk's
-    last token. `should_cancel` is asked between layers (None: never).
+    last token. `should_cancel` is asked between layers (None: never). `owner` is the same number
+    for all chunks of one run, and no other's: a device keeps their KV (None: it keeps nothing).
     """
 
     tokens: Sequence[int]
@@ -20,6 +21,7 @@ class PromptChunk:
     page_table: Sequence[int]
     wants_logits: bool = False
     should_cancel: Callable[[], bool] | None = None
+    owner: int | None = None
 
     @property
     def end(self) -> int:

@@ -27,6 +27,10 @@ class RopeTable:
     cosine: torch.Tensor
     sine: torch.Tensor
 
+    def to(self, device: torch.device) -> RopeTable:
+        """The same table in a device's memory."""
+        return RopeTable(cosine=self.cosine.to(device), sine=self.sine.to(device))
+
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """The turn per position of each pair, float32 [rotary_dim / 2], scaling applied."""

@@ -67,6 +67,7 @@ class Transformer:
         self.config = weights.config
         self.pages = pages
         self._dtype = weights.dtype.torch_dtype
+        self._device = weights.embedding.device
 
     @property
     def max_context(self) -> int:
@@ -187,7 +188,11 @@ class Transformer:
         return hidden[plan.last_rows] + linear(attended, last.attention_output)
 
     def _embed(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self.weights.embedding[torch.tensor(tokens, dtype=torch.int64)]
+        return self.weights.embedding[self._numbers(tokens)]
+
+    def _numbers(self, values: Sequence[int]) -> torch.Tensor:
+        """int64, where the weights are."""
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden, weight.shape, weight, self.config.rms_eps)
@@ -288,12 +293,12 @@ class Transformer:
         for position, page_table in zip(positions, page_tables, strict=True):
             self._check_span(position, position + 1, page_table)
             used = position // block_tokens + 1
-            tables.append(torch.tensor(page_table[:used], dtype=torch.int64))
+            tables.append(self._numbers(page_table[:used]))
             pages.append(page_table[used - 1])
-        where = torch.tensor(positions, dtype=torch.int64)
+        where = self._numbers(positions)
         return _StepPlan(
             lengths=tuple(position + 1 for position in positions),
-            token_pages=torch.tensor(pages, dtype=torch.int64),
+            token_pages=self._numbers(pages),
             token_slots=where % block_tokens,
             tables=tuple(tables),
             cosine=self.weights.rope.cosine[where].unsqueeze(1),

@@ -87,9 +87,13 @@ class ModelWeights:
 
 
 def load_weights(
-    path: Path, dtype: ComputeDtype, *, max_context: int | None = None
+    path: Path,
+    dtype: ComputeDtype,
+    *,
+    max_context: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> ModelWeights:
-    """Load the model at `path` (a .gguf file or a Hugging Face directory).
+    """Load the model at `path` (a .gguf file or a Hugging Face directory) into `device`'s memory.
 
     `max_context` is the worker's limit, at most the model's own (the default). Raises ServiceError
     INVALID_REQUEST naming file, tensor or field, and what to do.
@@ -97,7 +101,7 @@ def load_weights(
     source, config, names = open_source(path)
     is_interleaved = names.is_gguf and config.traits.is_interleaved_in_gguf
     kind = _InterleavedLoader if is_interleaved else _Loader
-    loader = kind(source, config, dtype, names)
+    loader = kind(source, config, dtype, names, torch.device(device))
     context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.max_context:
         raise ServiceError(
@@ -144,12 +148,18 @@ class _Loader:
     """Reads one source under one set of names; the base is the Hugging Face row order."""
 
     def __init__(
-        self, source: TensorSource, config: ModelConfig, dtype: ComputeDtype, names: TensorNames
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        dtype: ComputeDtype,
+        names: TensorNames,
+        device: torch.device,
     ) -> None:
         self._source = source
         self._config = config
         self._dtype = dtype
         self._names = names
+        self._device = device
 
     def load(self, max_context: int) -> ModelWeights:
         """Read every tensor."""
@@ -165,7 +175,7 @@ class _Loader:
             layers=tuple(self._layer(index) for index in range(self._config.layers)),
             final_norm=self._read(self._names.final_norm, torch.float32),
             head=head,
-            rope=build_table(self._config, max_context),
+            rope=build_table(self._config, max_context).to(self._device),
         )
 
     def _layer(self, index: int) -> LayerWeights:
@@ -210,7 +220,7 @@ class _Loader:
     def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         wanted = self._dtype.torch_dtype if dtype is None else dtype
         # A copy always, so that no weight depends on the mapped file staying as it is.
-        tensor = self._source.read(name).to(wanted, copy=True).contiguous()
+        tensor = self._source.read(name).to(wanted, copy=True).contiguous().to(self._device)
         if not bool(torch.isfinite(tensor.sum())):
             raise bad_model(self._source.path, name, "holds numbers that are not finite")
         return tensor

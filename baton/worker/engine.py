@@ -24,6 +24,7 @@ from baton.kv.numeric import NumericClass
 from baton.text.stream import TokenBytes
 from baton.worker.config import STORE_PATIENCE_S
 from baton.worker.held_logs import HeldLogs
+from baton.worker.kv_stages import InPlace, KvStages
 from baton.worker.threads import Progress, WorkThread
 from baton.worker.unvouched import Unvouched
 
@@ -108,7 +109,8 @@ class ComputeLane:
 class WorkerParts:
     """Everything a worker's service code uses. Made once, at start-up.
 
-    `compute` runs the engine, `packing` checksums pages. `context_max` bounds a sequence's tokens.
+    `compute` runs the engine, `packing` checksums pages, once `stages` has brought KV there.
+    `context_max` bounds a sequence's tokens.
     `prefill_rate`: prompt tokens a second, measured at the start; 0 where nobody measured.
     `store_patience_s`: how long work waits for a kvstore that died before its clients are told.
     Only a failed golden check changes something here: the identity's numeric class, and
@@ -132,6 +134,7 @@ class WorkerParts:
     prefill_rate: float = 0.0
     store_patience_s: float = STORE_PATIENCE_S
     unvouched: Unvouched = field(default_factory=Unvouched)
+    stages: KvStages = field(default_factory=InPlace)
     is_degraded: bool = False
     # Threads that compute beside `compute`: one of them busy is no idle worker.
     beside: list[WorkThread] = field(default_factory=list)
