@@ -34,15 +34,10 @@ from baton.engine.step_kernel_abi import Activation
 from baton.models import locate
 from bench.decode_parts.cases import Case, find, measure, ratio
 from bench.decode_parts.kernel import BLOCK_TOKENS, KernelRun, Mode, read_bandwidth
-from bench.decode_parts.peers import (
-    interpreter,
-    load_transformers,
-    model_folder,
-    running_peer,
-    transformers_case,
-)
+from bench.decode_parts.peers import peer_case, transformers_case
 from bench.decode_parts.service import Served, measure_service
 from bench.decode_parts.tail import Tail, measure_tails, print_tails, tail_metrics
+from bench.peers.running import interpreter, load_transformers, model_folder, running_peer
 
 DEFAULT: Final = "kernel q4_1 int16"
 SAME_PRECISION: Final = "kernel bf16"
@@ -96,12 +91,14 @@ def peer_cases(path: Path, arguments: argparse.Namespace) -> Iterator[list[Case]
         ]
         for engine in ("llama.cpp", "vllm"):
             if interpreter(engine) is None:
+                print(f"bench: {engine} is not installed, so left out")
                 continue
             weights = model_folder(model) if engine == "vllm" else path
             peer = stack.enter_context(running_peer(engine, weights, arguments.threads))
             if peer is not None:
                 cases += [
-                    peer.case(context, arguments.peer_tokens) for context in arguments.contexts
+                    peer_case(peer, context, arguments.peer_tokens)
+                    for context in arguments.contexts
                 ]
         yield cases
 

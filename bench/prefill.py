@@ -2,8 +2,10 @@
 
 Owns the measurement behind docs/prefill.md: our engine's forward over pages, whole and in chunks,
 beside transformers and, where they are installed, llama.cpp on the same file and vLLM, in turn in
-one run; figures are medians. `commit_share` is the checksums of a prompt's pages over its
-computation: what a commit does beside the call itself, since KV is computed where it stays.
+one run; figures are medians. Then the same through real services: `commit_share` is what a prefill
+worker spent on packing, checksumming and committing chunks over what it spent on computing them,
+by its own metrics; `hidden_transfer_share` is the part of the KV that had reached the other node
+when the prompt was sealed.
 
     make bench-prefill
     python -m bench.prefill --rounds 1 --lengths 128 512 --no-peers     the smallest form
@@ -22,15 +24,16 @@ from typing import Final
 import torch
 
 from baton.models import locate
-from bench.decode_parts.peers import load_transformers, model_folder
-from bench.prefill_parts.readers import Ours, Reader, peer_reader, transformers_reader
+from bench.peers.running import NAMES, load_transformers, model_folder, running_peer
+from bench.prefill_parts.readers import Ours, Reader, transformers_reader
+from bench.prefill_parts.service import commit_share, hidden_transfer_share
 
 CHUNK: Final = 256
 WHOLE: Final = "ours, whole"
 CHUNKED: Final = f"ours, chunks of {CHUNK}"
 HF: Final = "transformers bf16"
-LLAMA: Final = "llama.cpp Q4_1"
-VLLM: Final = "vllm cpu bf16"
+LLAMA: Final = NAMES["llama.cpp"]
+VLLM: Final = NAMES["vllm"]
 COMPARED: Final = 512
 PEER_LONGEST: Final = 1024
 ROUNDS_LONG: Final = 2
@@ -70,8 +73,6 @@ def metrics(samples: Samples, ours: Ours, lengths: list[int]) -> dict[str, objec
         theirs = p50.get((peer, COMPARED))
         found[f"ratio_vs_{name}"] = None if theirs is None else round(theirs / whole, 2)
         found[f"ratio_vs_{name}_chunked"] = None if theirs is None else round(theirs / chunked, 2)
-    checksums_ms = statistics.median(ours.checksum_ms(COMPARED) for _ in range(9))
-    found["commit_share"] = round(checksums_ms / chunked, 4)
     longest = max(lengths)
     per_token = {
         length: (p50[CHUNKED, length] - ours.attention_ms(length, CHUNK)) / length
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-services", action="store_true")
     arguments = parser.parse_args()
     if COMPARED not in arguments.lengths:
         parser.error(f"--lengths needs {COMPARED}, the length that is compared")
@@ -100,17 +102,22 @@ def main() -> None:
         if not arguments.no_peers:
             model = load_transformers(path)
             readers[HF] = transformers_reader(model)
-            for name, engine in ((LLAMA, "llama.cpp"), (VLLM, "vllm")):
+            for engine, name in NAMES.items():
                 weights = model_folder(model) if engine == "vllm" else path
-                reader = stack.enter_context(peer_reader(engine, weights, arguments.threads))
-                if reader is not None:
-                    readers[name] = reader
+                peer = stack.enter_context(running_peer(engine, weights, arguments.threads))
+                if peer is not None:
+                    readers[name] = peer.read_ms
         samples = measure(readers, arguments.lengths, arguments.rounds)
     print(f"{'what':22} {'tokens':>7} {'p50 ms':>9} {'tok/s':>7} {'rounds':>6}")
     for (name, length), one in sorted(samples.items(), key=lambda item: item[0][1]):
         p50_ms = statistics.median(one)
         print(f"{name:22} {length:7} {p50_ms:9.1f} {length / p50_ms * 1e3:7.0f} {len(one):6}")
     found = metrics(samples, ours, arguments.lengths)
+    if not arguments.no_services:
+        found["commit_share"] = commit_share(arguments.model, arguments.threads)
+        found["hidden_transfer_share"] = hidden_transfer_share(arguments.model)
+    loads = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"{len(os.sched_getaffinity(0))} cores; load {loads}; {arguments.threads} threads")
     print(json.dumps({"bench": "prefill", "metrics": found}))
 
 

@@ -1,27 +1,21 @@
 """What reads a prompt in this benchmark: our engine, and the peers on the same weights.
 
-Owns their start and end. A reader is called with a number of tokens and answers with milliseconds.
+A reader is called with a number of tokens and answers with milliseconds.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from baton.arena.copying import checksum
 from baton.engine.kv_pages import KvPages
 from baton.engine.transformer import Transformer
 from baton.engine.weights import ComputeDtype, load_weights
-from bench.decode_parts.peers import LOAD_TIMEOUT_S, STEP_TIMEOUT_S, interpreter, read_answer
 
-PROCESS: Final = Path(__file__).with_name("prompt_peer.py")
 BLOCK_TOKENS: Final = 16
 Reader = Callable[[int], float]
 
@@ -38,7 +32,6 @@ class Ours:
         weights = load_weights(path, ComputeDtype.BFLOAT16, max_context=longest)
         geometry = weights.config.kv_geometry(BLOCK_TOKENS, weights.dtype.kv_dtype)
         self._pages = -(-longest // BLOCK_TOKENS)
-        self._page_bytes = geometry.page_bytes
         self.transformer = Transformer(weights, KvPages.allocate(geometry, self._pages))
 
     def reader(self, chunk_tokens: int | None = None) -> Reader:
@@ -57,14 +50,6 @@ class Ours:
             return (time.perf_counter() - began) * 1e3
 
         return read
-
-    def checksum_ms(self, context: int) -> float:
-        """Checksumming the pages of a prompt, as its commits do."""
-        memory = bytearray(self._page_bytes)
-        began = time.perf_counter()
-        for _ in range(-(-context // BLOCK_TOKENS)):
-            checksum(memoryview(memory))
-        return (time.perf_counter() - began) * 1e3
 
     def attention_ms(self, context: int, chunk_tokens: int) -> float:
         """The attention of all layers alone, over the same pages in the same chunks."""
@@ -98,40 +83,3 @@ def transformers_reader(model: Any) -> Reader:
         return (time.perf_counter() - began) * 1e3
 
     return read
-
-
-@contextlib.contextmanager
-def peer_reader(engine: str, path: Path, threads: int) -> Iterator[Reader | None]:
-    """llama.cpp or vLLM until the block ends; None where it is not installed or does not start."""
-    python = interpreter(engine)
-    if python is None:
-        print(f"bench: {engine} is not installed, so left out")
-        yield None
-        return
-    command = [str(python), str(PROCESS), engine, str(path), "--threads", str(threads)]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        asks, answers = process.stdin, process.stdout
-
-        def read(context: int) -> float:
-            asks.write(json.dumps({"context": context}) + "\n")
-            asks.flush()
-            return float(read_answer(answers, STEP_TIMEOUT_S)["ms"])
-
-        try:
-            try:
-                read_answer(answers, LOAD_TIMEOUT_S)
-            except RuntimeError as problem:
-                print(f"bench: {engine} is installed but does not start: {problem}")
-                yield None
-                return
-            yield read
-        finally:
-            process.kill()
