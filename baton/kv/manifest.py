@@ -55,6 +55,14 @@ class Segment:
         """How many tokens the segment has."""
         return self.to_position - self.from_position
 
+    @property
+    def pages_shared(self) -> int:
+        """How many blocks it holds whole: the new log refers to their pages. All its other tokens
+        are copied.
+        """
+        first_whole = -(-self.from_position // self.block_tokens)
+        return max(self.to_position // self.block_tokens - first_whole, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:

@@ -28,9 +28,17 @@ from baton.kv.numeric import DEFAULT_POLICY, CompatPolicy
 def splice(segments: Sequence[Segment], policy: CompatPolicy = DEFAULT_POLICY) -> Manifest:
     """Join segments into one manifest.
 
-    Raises INVALID_REQUEST, COMPAT_MISMATCH or TOKENIZER_MISMATCH with metadata segment and field
-    (and ours, theirs for the latter two). Rights and generations are not checked here: OPEN does.
+    Raises INVALID_REQUEST, COMPAT_MISMATCH, TOKENIZER_MISMATCH or STALE_GENERATION with metadata
+    segment and field (and ours, theirs for the latter three). Of generations only this is known
+    here: of two segments of one log with different ones, one is stale. Rights, and the generation
+    that a log has now, are checked by OPEN.
     """
+    joined = _joined(segments, policy)
+    _check_generations(segments)
+    return joined
+
+
+def _joined(segments: Sequence[Segment], policy: CompatPolicy) -> Manifest:
     if not 1 <= len(segments) <= SEGMENTS_MAX:
         raise refuse("segments", f"give 1 to {SEGMENTS_MAX} segments")
     for index, segment in enumerate(segments):
@@ -44,9 +52,44 @@ def splice(segments: Sequence[Segment], policy: CompatPolicy = DEFAULT_POLICY) -
 def decode_manifest(data: Buffer, policy: CompatPolicy = DEFAULT_POLICY) -> Manifest:
     """Decode canonical bytes of a manifest and check that its segments join.
 
-    Raises INVALID_REQUEST naming the field, or what `splice` raises.
+    Raises INVALID_REQUEST naming the field, or what `splice` raises; generations are those of the
+    time when it was written.
     """
-    return splice(decode_segments(data), policy)
+    return _joined(decode_segments(data), policy)
+
+
+def check_generation(segment: Segment, index: int, current: int) -> None:
+    """STALE_GENERATION naming the segment unless its log's generation is still the one it names; 0
+    names none.
+    """
+    if segment.generation in (0, current):
+        return
+    theirs = segment.generation
+    if theirs > current:
+        raise refuse("generation", f"the log's generation is {current}", index=index)
+    raise ServiceError(
+        Reason.STALE_GENERATION,
+        f"segments[{index}].generation is {theirs}, the log's is {current}; take the segment from "
+        "the log as it is now",
+        field=f"segments[{index}].generation",
+        metadata={
+            "segment": str(index),
+            "field": "generation",
+            "ours": str(current),
+            "theirs": str(theirs),
+            "log_id": segment.log_id.hex(),
+        },
+    )
+
+
+def _check_generations(segments: Sequence[Segment]) -> None:
+    """A log that is named twice is named at its newest generation both times."""
+    newest: dict[bytes, int] = {}
+    for segment in segments:
+        known = newest.get(segment.log_id, 0)
+        newest[segment.log_id] = max(known, segment.generation)
+    for index, segment in enumerate(segments):
+        check_generation(segment, index, newest[segment.log_id])
 
 
 def _check_same_label(first: Segment, segment: Segment, index: int, policy: CompatPolicy) -> None:

@@ -50,21 +50,13 @@ def segment_from_proto(message: common_pb2.Segment) -> Segment:
 
 def manifest_to_proto(manifest: Manifest) -> common_pb2.Manifest:
     """The manifest with, per part, how many pages are shared and how many tokens are copied."""
-    shared = [0] * len(manifest.segments)
-    copied = [0] * len(manifest.segments)
-    for page in manifest.pages():
-        for source in page.sources:
-            if page.is_shared:
-                shared[source.segment_index] += 1
-            else:
-                copied[source.segment_index] += source.tokens
     parts = [
         common_pb2.ManifestPart(
             segment=segment_to_proto(segment),
-            pages_shared=shared[index],
-            tokens_copied=copied[index],
+            pages_shared=segment.pages_shared,
+            tokens_copied=segment.tokens - segment.pages_shared * segment.block_tokens,
         )
-        for index, segment in enumerate(manifest.segments)
+        for segment in manifest.segments
     ]
     return common_pb2.Manifest(
         parts=parts,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from baton.errors import Reason, ServiceError
 from baton.kv.digests import HistoryDigest
 from baton.kv.manifest import Manifest, Segment, refuse
+from baton.kv.splice import check_generation
 from services.kvstore.chains import ScopeChains
 from services.kvstore.core import Core, invalid, log_not_found
 from services.kvstore.home import Event, require_allowed, require_same_tokens
@@ -47,7 +48,7 @@ class BasePlan:
     is one in the tree, `node_depth` blocks deep, of which the first `node_blocks` are the plan's;
     the tree has the first `indexed_blocks` of them for the asker, and the first `foreign_blocks`
     are another tenant's published ones. `is_prefix`: the base is a manifest that names a published
-    prefix and nothing else.
+    prefix and nothing else. `is_looked_up`: found by the prompt's tokens, whatever base was named.
     """
 
     tokens: int = 0
@@ -61,6 +62,7 @@ class BasePlan:
     indexed_blocks: int = 0
     foreign_blocks: int = 0
     is_prefix: bool = False
+    is_looked_up: bool = False
 
     def copies(self, block_tokens: int) -> int:
         """How many fresh pages the copied blocks need."""
@@ -110,6 +112,7 @@ class HistoryFinder:
             node_blocks=len(rows),
             indexed_blocks=len(rows),
             foreign_blocks=found.published if is_foreign else 0,
+            is_looked_up=True,
         )
 
     def parent(self, asker: Asker, parent: Parent, tokens: Sequence[int]) -> BasePlan:
@@ -160,8 +163,9 @@ class HistoryFinder:
             ("tokenizer_hash", limits.tokenizer_hash),
             ("block_tokens", limits.block_tokens),
         ):
-            if getattr(manifest, name) != ours:
-                raise _segment_mismatch(name)
+            theirs = getattr(manifest, name)
+            if theirs != ours:
+                raise _segment_mismatch(name, _shown(ours), _shown(theirs))
         if manifest.total_tokens > len(tokens):
             raise refuse("total_tokens", "the manifest is longer than the prompt")
         history = HistoryDigest(limits.kv_digest, limits.block_tokens)
@@ -172,7 +176,10 @@ class HistoryFinder:
             if history.digest() != segment.history_end:
                 raise refuse("history_end", "is not that of the prompt's tokens", index=index)
             if not self._is_readable(segment.numeric_class_id, asker):
-                raise _segment_mismatch("numeric_class", index)
+                ours_id, theirs_id = asker.numeric_class.id, segment.numeric_class_id
+                raise _segment_mismatch(
+                    "numeric_class", f"{ours_id:08x}", f"{theirs_id:08x}", index
+                )
             found, used = self._segment_rows(asker, segment, index)
             rows.append(found)
             prefixes.append(used)
@@ -219,6 +226,9 @@ class HistoryFinder:
         """The rows a segment's positions stand in, from a granted prefix or an own log."""
         prefix = self._core.prefixes.granting(segment.log_id, asker.tenant, segment.to_position)
         if prefix is not None:
+            ours, theirs = self._core.limits.tokenizer_hash, prefix.tokenizer_hash
+            if theirs != ours:
+                raise _segment_mismatch("tokenizer_hash", _shown(ours), _shown(theirs), index)
             _check_history(segment, prefix.token_ids, self._core, index)
             rows = Rows(prefix.rows)
             if rows.tokens < segment.to_position:
@@ -227,9 +237,12 @@ class HistoryFinder:
         log = self._core.logs.get(segment.log_id)
         if log is None or log.tenant != asker.tenant:
             raise _not_found(segment, index, "is not here, was revoked, or is not granted")
-        if segment.generation not in (0, log.generation):
-            raise _not_found(segment, index, f"has generation {log.generation} now")
-        require_allowed(log, Event.FORK)
+        check_generation(segment, index, log.generation)
+        try:
+            require_allowed(log, Event.FORK)
+        except ServiceError as error:
+            raise refuse("log_id", error.message, index=index) from error
+        require_same_tokens(self._core.limits, log)
         if log.committed < segment.to_position:
             raise _not_found(segment, index, f"has KV for {log.committed} positions only")
         _check_history(segment, log.tokens, self._core, index)
@@ -301,11 +314,16 @@ def _not_found(segment: Segment, index: int, why: str) -> ServiceError:
     )
 
 
-def _segment_mismatch(name: str, index: int = 0) -> ServiceError:
+def _shown(value: bytes | int) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _segment_mismatch(name: str, ours: str, theirs: str, index: int = 0) -> ServiceError:
     is_tokenizer = name == "tokenizer_hash"
     return ServiceError(
         Reason.TOKENIZER_MISMATCH if is_tokenizer else Reason.COMPAT_MISMATCH,
-        f"segments[{index}].{name} is not what this store serves to this reader",
+        f"segments[{index}].{name} is {theirs}, and this store serves {ours} to this reader; "
+        "compute its tokens again",
         field=f"segments[{index}].{name}",
-        metadata={"segment": str(index), "field": name},
+        metadata={"segment": str(index), "field": name, "ours": ours, "theirs": theirs},
     )

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from typing import Final
 
-from baton.api.merger.v1 import merger_pb2_grpc
 from baton.capability import DEV_KEY, CapabilitySigner, Claims, Right
 from baton.client import ChannelPool
 from baton.clock import Clock
@@ -30,10 +29,9 @@ from baton.tracing import start_tracing
 from services.merger.config import MergerConfig
 from services.merger.materialise import Materialiser
 from services.merger.measures import MergerMeasures
-from services.merger.servicer import MergerServicer
+from services.merger.servicer import SERVICE_NAME, MergerServicer, add_to_server
 
 NAME: Final = "merger"
-SERVICE_NAME: Final = "baton.api.merger.v1.MergerService"
 DEV_CAPABILITY_TTL_S: Final = 10 * 365 * 86_400.0
 
 
@@ -51,7 +49,7 @@ async def wire(service: Service, config: MergerConfig) -> None:
     channels = ChannelPool()
     await service.start("channels", channels)
     server.register(
-        merger_pb2_grpc.add_MergerServiceServicer_to_server,
+        add_to_server,
         MergerServicer(Materialiser(channels), measures),
         SERVICE_NAME,
     )

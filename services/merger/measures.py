@@ -21,10 +21,10 @@ class MergerMeasures:
         """Splices answered; the progress that heartbeats show."""
         return self._count
 
-    def spliced(self, refusal: Reason | None) -> None:
-        """One splice was answered."""
-        self._count += 1
-        self._splices.add(outcome=OK if refusal is None else refusal.value)
+    def spliced(self, refusal: Reason | None, count: int = 1) -> None:
+        """So many splices were answered alike."""
+        self._count += count
+        self._splices.add(count, outcome=OK if refusal is None else refusal.value)
 
     def passed_on(self, size_bytes: int) -> None:
         """A chunk of KV went through."""

@@ -1,116 +1,108 @@
-"""The merger on gRPC: messages to orders, manifests to messages.
+"""The merger on gRPC: messages handed on as bytes, and how long a stream may be silent.
 
-Owns the translation and the bounds of a batch. Every answer is a pure function of its request,
-but for Materialize, which fetches.
+Owns the calls and their bounds in time. Every answer is a pure function of its request, but for
+Materialize, which fetches.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
 
-from baton.api.common.v1 import common_pb2
-from baton.api.merger.v1 import merger_pb2, merger_pb2_grpc
+from baton.api.merger.v1 import merger_pb2
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
 from baton.kv.manifest import SEGMENTS_MAX
-from baton.wire.errors import error_to_proto
-from baton.wire.segments import manifest_from_proto, manifest_to_proto, segment_from_proto
+from baton.wire.segments import manifest_from_proto
+from services.merger.batch_wire import Splicer, check_count
 from services.merger.materialise import MaterialiseOrder, Materialiser
 from services.merger.measures import MergerMeasures
-from services.merger.splicing import SpliceOrder, carry_out
 
-SPLICES_MAX: Final = 256
+SERVICE_NAME: Final = "baton.api.merger.v1.MergerService"
+SILENCE_S_MAX: Final = 300.0
+"""A stream on which nothing comes, or from which nothing is taken, for so long gives up its place
+among the calls; a client that has splices again opens another.
+"""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class MergerServicer(merger_pb2_grpc.MergerServiceServicer):
-    """Implements MergerService."""
+class MergerServicer:
+    """Serves MergerService. Splices come and go as bytes, so that protobuf need not read them."""
 
-    def __init__(self, materialiser: Materialiser, measures: MergerMeasures) -> None:
+    def __init__(
+        self,
+        materialiser: Materialiser,
+        measures: MergerMeasures,
+        *,
+        silence_s_max: float = SILENCE_S_MAX,
+    ) -> None:
         self._materialiser = materialiser
         self._measures = measures
+        self._splicer = Splicer(measures)
+        self._silence_s_max = silence_s_max
 
-    async def Splice(
-        self, request: merger_pb2.SpliceRequest, context: _Context
-    ) -> merger_pb2.SpliceResponse:
-        """One manifest, or the refusal as the call's status."""
+    async def splice(self, request: bytes, context: _Context) -> bytes:
+        """Splice: one manifest, or the refusal as the call's status."""
         await faults.reach("merger.splice")
-        outcome = self._outcome(request)
-        if isinstance(outcome, ServiceError):
-            raise outcome
-        return merger_pb2.SpliceResponse(manifest=outcome.manifest)
+        return self._splicer.one(request)
 
-    async def SpliceBatch(
-        self, request: merger_pb2.SpliceBatchRequest, context: _Context
-    ) -> merger_pb2.SpliceBatchResponse:
-        """One outcome per splice."""
-        return merger_pb2.SpliceBatchResponse(outcomes=self._outcomes(request.splices))
+    async def splice_batch(self, request: bytes, context: _Context) -> bytes:
+        """SpliceBatch: one outcome per splice."""
+        return self._splicer.batch(request)
 
-    async def SpliceStream(
-        self, request_iterator: AsyncIterator[merger_pb2.SpliceStreamRequest], context: _Context
-    ) -> AsyncIterator[merger_pb2.SpliceStreamResponse]:
-        """One response per message, in order."""
-        async for request in request_iterator:
-            yield merger_pb2.SpliceStreamResponse(
-                batch_id=request.batch_id, outcomes=self._outcomes(request.splices)
-            )
+    async def splice_stream(
+        self, requests: AsyncIterator[bytes], context: _Context
+    ) -> AsyncGenerator[bytes, None]:
+        """SpliceStream: one response per message, in order; one message is held at a time."""
+        loop, half_s = asyncio.get_running_loop(), self._silence_s_max / 2
+        answer = self._splicer.stream
+        try:
+            async with asyncio.timeout(self._silence_s_max) as bound:
+                renew_at_s = loop.time() + half_s
+                async for request in requests:
+                    # A timer for each message would cost as much as a splice.
+                    if (now_s := loop.time()) >= renew_at_s:
+                        bound.reschedule(now_s + self._silence_s_max)
+                        renew_at_s = now_s + half_s
+                    yield answer(request)
+        except TimeoutError as error:
+            raise ServiceError(
+                Reason.DEADLINE_EXCEEDED,
+                f"nothing came on this stream for {self._silence_s_max / 2:g} s; open another",
+            ) from error
 
-    async def Materialize(
+    async def materialize(
         self, request: merger_pb2.MaterializeRequest, context: _Context
-    ) -> AsyncIterator[merger_pb2.MaterializeResponse]:
-        """The KV behind a manifest, blob by blob."""
-        _check_count("manifest.parts", len(request.manifest.parts), SEGMENTS_MAX)
+    ) -> AsyncGenerator[bytes, None]:
+        """Materialize: the KV behind a manifest, blob by blob."""
+        check_count("manifest.parts", len(request.manifest.parts), SEGMENTS_MAX)
         order = MaterialiseOrder(
             manifest=manifest_from_proto(request.manifest),
             kvstore_address=request.kvstore_address,
             capabilities=tuple(request.capabilities),
         )
-        async for piece in self._materialiser.pieces(order):
-            if isinstance(piece, bytes):
-                self._measures.passed_on(len(piece))
-                yield merger_pb2.MaterializeResponse(chunk=piece)
-            else:
-                descriptor = common_pb2.KvBlobDescriptor.FromString(piece.descriptor)
-                yield merger_pb2.MaterializeResponse(descriptor=descriptor)
-
-    def _outcomes(
-        self, splices: Sequence[merger_pb2.SpliceRequest]
-    ) -> list[merger_pb2.SpliceOutcome]:
-        _check_count("splices", len(splices), SPLICES_MAX)
-        outcomes: list[merger_pb2.SpliceOutcome] = []
-        for one in splices:
-            outcome = self._outcome(one)
-            if isinstance(outcome, ServiceError):
-                outcome = merger_pb2.SpliceOutcome(error=error_to_proto(outcome))
-            outcomes.append(outcome)
-        return outcomes
-
-    def _outcome(
-        self, request: merger_pb2.SpliceRequest
-    ) -> merger_pb2.SpliceOutcome | ServiceError:
-        try:
-            _check_count("segments", len(request.segments), SEGMENTS_MAX)
-            manifest = carry_out(
-                SpliceOrder(
-                    segments=tuple(segment_from_proto(one) for one in request.segments),
-                    block_tokens=request.block_tokens,
-                    expected_text_hashes=tuple(request.expected_text_hashes),
-                    expected_ids_hashes=tuple(request.expected_ids_hashes),
-                )
-            )
-        except ServiceError as error:
-            self._measures.spliced(error.reason)
-            return error
-        self._measures.spliced(None)
-        return merger_pb2.SpliceOutcome(manifest=manifest_to_proto(manifest))
+        async with aclosing(self._materialiser.messages(order)) as messages:
+            async for piece in messages:
+                if piece.payload:
+                    self._measures.passed_on(piece.payload.nbytes)
+                yield piece.message
 
 
-def _check_count(field: str, count: int, count_max: int) -> None:
-    if not 1 <= count <= count_max:
-        raise ServiceError(
-            Reason.INVALID_REQUEST, f"{field} must hold 1 to {count_max} entries", field=field
-        )
+def add_to_server(servicer: MergerServicer, server: grpc.aio.Server) -> None:
+    """Registers every call of the contract."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Splice": grpc.unary_unary_rpc_method_handler(servicer.splice),
+        "SpliceBatch": grpc.unary_unary_rpc_method_handler(servicer.splice_batch),
+        "SpliceStream": grpc.stream_stream_rpc_method_handler(servicer.splice_stream),
+        "Materialize": grpc.unary_stream_rpc_method_handler(
+            servicer.materialize,
+            request_deserializer=merger_pb2.MaterializeRequest.FromString,
+        ),
+    }
+    generic = grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+    server.add_generic_rpc_handlers((generic,))

@@ -18,7 +18,6 @@ from baton.api.common.v1 import common_pb2
 from baton.api.decode.v1 import decode_pb2, decode_pb2_grpc
 from baton.api.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from baton.api.kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
-from baton.api.merger.v1 import merger_pb2_grpc
 from baton.api.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.capability import DEV_KEY, CapabilitySigner, CapabilityVerifier, Claims, Right
 from baton.client import ChannelPool
@@ -33,7 +32,7 @@ from baton.wire.errors import error_to_proto
 from baton.wire.label import label_to_proto
 from services.merger.materialise import Materialiser
 from services.merger.measures import MergerMeasures
-from services.merger.servicer import MergerServicer
+from services.merger.servicer import MergerServicer, add_to_server
 
 WORDS = (
     "one",
@@ -131,6 +130,9 @@ class FakeStore(kvstore_pb2_grpc.KVStoreServiceServicer):
         if self.open_error is not None:
             raise self.open_error
         tenant, _ = claims.tenant_scope()
+        offered = {one.segment.log.log_id for one in self.prefixes.values()}
+        if any(part.segment.log.log_id not in offered for part in request.manifest.parts):
+            raise ServiceError(Reason.BLOCK_NOT_FOUND, "it was revoked", field="manifest")
         self.logs[request.log_id] = FakeLog(request, tenant)
         cached = request.manifest.total_tokens if request.HasField("manifest") else 0
         prefix_id = ""
@@ -180,7 +182,11 @@ class FakeStore(kvstore_pb2_grpc.KVStoreServiceServicer):
         self.verifier.verify(request.capability, right=Right.PUBLISH)
         stored = kvstore_pb2.PublishedPrefix()
         stored.CopyFrom(request.prefix)
-        stored.prefix_id = f"prefix-{len(self.prefixes)}"
+        stored.prefix_id = request.prefix.prefix_id or f"prefix-{len(self.prefixes)}"
+        for old in list(self.prefixes.values()):
+            is_older = (old.name, old.owner_tenant) == (stored.name, stored.owner_tenant)
+            if is_older and not old.pinned:
+                del self.prefixes[old.prefix_id]
         stored.segment.prefix_id = stored.prefix_id
         stored.create_time.GetCurrentTime()
         self.prefixes[stored.prefix_id] = stored
@@ -437,7 +443,7 @@ async def fake_workers(
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server, fakes.prefill, "prefill", servers
     )
     merger_at = await _serve(
-        merger_pb2_grpc.add_MergerServiceServicer_to_server,
+        add_to_server,
         MergerServicer(Materialiser(pool), MergerMeasures(Metrics("merger"))),
         "merger",
         servers,
