@@ -44,6 +44,11 @@ class Point:
 POINTS: Final[Mapping[str, Point]] = MappingProxyType(
     {
         "gateway.before_open": Point("pair chosen, nothing opened at a kvstore yet"),
+        "session.after_read": Point("a session's tokens read for an edit, nothing opened"),
+        "session.after_open": Point("a log opened for a session's history, nothing computed"),
+        "session.after_seal": Point("a session's new history sealed, named by nobody yet"),
+        "session.after_fork": Point("a session's history forked, named by nobody yet"),
+        "session.after_set": Point("a session names its new history, its caller not told"),
         "prefill.after_accept": Point("request admitted, nothing computed"),
         "prefill.after_compute": Point("a chunk's KV computed, nothing of it written"),
         "prefill.logits": Point("logits of the last position, before sampling", FLOW | _FLIP),
@@ -61,6 +66,8 @@ POINTS: Final[Mapping[str, Point]] = MappingProxyType(
         "kv.before_commit": Point("checkpoint checked, its record not written"),
         "kv.after_commit": Point("checkpoint recorded, not acknowledged"),
         "kv.before_append": Point("appends checked, their group commit not written"),
+        "kv.before_session": Point("a session's change asked for, its record not written"),
+        "kv.after_session": Point("a session's change recorded, not acknowledged"),
         "move.before_fence": Point("old home asked to give a log away, nothing recorded"),
         "move.after_fence": Point("MOVED on disk, its answer not sent"),
         "move.mid_send": Point("a chunk of moved pages read, not sent", FLOW | _DATA),

@@ -115,6 +115,7 @@ class MoveClient:
             cache_salt=request.cache_salt or "",
             output_pages=1,
             drop_at_end=request.is_dropped_at_end,
+            ttl=None if request.ttl_s is None else duration_to_proto(request.ttl_s),
         )
         message.body_hash = body_hash(message.SerializeToString(deterministic=True))
         # Measured, so no part of what a retry repeats.

@@ -5,7 +5,6 @@ Owns the messages and the deadline of each call. Never decides. `_pb2` stops her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.api.common.v1 import common_pb2
@@ -37,8 +36,31 @@ class Session:
     def ref(self) -> SessionRef:
         """What a change of it begins with."""
         return SessionRef(
-            session_id=self.session_id, generation=self.generation, address=self.address
+            session_id=self.session_id,
+            generation=self.generation,
+            address=self.address,
+            ttl_s=self.ttl_s,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageLog:
+    """One log of the tree that a session's history grew in. `opened_wall_s` None: it is gone."""
+
+    log_id: bytes
+    parent_log_id: bytes
+    parent_position: int
+    tokens: int
+    prompt_tokens: int
+    request_id: str
+    opened_wall_s: float | None
+    session_ids: tuple[str, ...]
+    depth: int
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it ended; what grew out of it stands on its own."""
+        return self.opened_wall_s is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +89,7 @@ class SessionClient:
 
     async def get(
         self, address: str, session_id: str, capability: str, *, with_lineage: bool = False
-    ) -> tuple[Session, list[Mapping[str, object]]]:
+    ) -> tuple[Session, list[LineageLog]]:
         """One session, and the tree around its head where it is wanted; NOT_FOUND."""
         message = sessions_pb2.GetSessionRequest(
             capability=capability, session_id=session_id, with_lineage=with_lineage
@@ -110,12 +132,15 @@ class SessionClient:
         )
         await self._stub(address).DeleteSession(message, timeout=CONTROL_TIMEOUT_S)
 
-    async def find_answer(self, address: str, request_id: str, capability: str) -> ParentLog:
-        """The log of an answer; NOT_FOUND."""
+    async def find_answer(
+        self, address: str, request_id: str, capability: str
+    ) -> tuple[ParentLog, bool]:
+        """The log of an answer, and whether the answer ended in it; NOT_FOUND."""
         message = sessions_pb2.FindAnswerRequest(capability=capability, request_id=request_id)
         answer = await self._stub(address).FindAnswer(message, timeout=CONTROL_TIMEOUT_S)
         head = answer.head
-        return ParentLog(log_id=head.log_id, position=head.position, address=address)
+        log = ParentLog(log_id=head.log_id, position=head.position, address=address)
+        return log, answer.complete
 
     async def tokens(self, log: ParentLog, capability: str) -> tuple[int, ...]:
         """Token ids [0, position) of a log."""
@@ -161,17 +186,15 @@ def _session(message: sessions_pb2.StoredSession, address: str) -> Session:
     )
 
 
-def _node(message: sessions_pb2.LineageLog) -> Mapping[str, object]:
-    """One log of a tree as applications see it."""
-    return {
-        "log_id": message.log_id.hex(),
-        "parent_log_id": message.parent_log_id.hex() or None,
-        "parent_position": message.parent_position,
-        "tokens": message.position,
-        "prompt_tokens": message.prompt_tokens,
-        "request_id": message.request_id or None,
-        "opened": int(timestamp_from_proto(message.open_time)) if not message.gone else None,
-        "sessions": list(message.session_ids),
-        "gone": message.gone,
-        "depth": message.depth,
-    }
+def _node(message: sessions_pb2.LineageLog) -> LineageLog:
+    return LineageLog(
+        log_id=message.log_id,
+        parent_log_id=message.parent_log_id,
+        parent_position=message.parent_position,
+        tokens=message.position,
+        prompt_tokens=message.prompt_tokens,
+        request_id=message.request_id,
+        opened_wall_s=None if message.gone else timestamp_from_proto(message.open_time),
+        session_ids=tuple(message.session_ids),
+        depth=message.depth,
+    )

@@ -26,7 +26,7 @@ from baton.wire.segments import manifest_from_proto, manifest_to_proto, segment_
 from services.gateway.events import Exactness, TokenDelta, TokenUsage
 from services.gateway.legs import Leg
 from services.gateway.registry import WorkerRecord
-from services.gateway.request import SequenceRequest
+from services.gateway.request import CacheMode, SequenceRequest
 from services.gateway.wire import (
     cache_mode_to_proto,
     delta_from_proto,
@@ -108,6 +108,7 @@ class StoreClient:
             cache_salt=request.cache_salt or "",
             output_pages=1,
             drop_at_end=request.is_dropped_at_end,
+            ttl=None if request.ttl_s is None else duration_to_proto(request.ttl_s),
         )
         message.body_hash = body_hash(_retryable_body(message))
         # Measured, so no part of what a retry repeats.
@@ -147,9 +148,11 @@ class StoreClient:
 
 
 def _parent(leg: Leg) -> common_pb2.LogPosition | None:
-    """The log to begin from, where it stands at the plan's store."""
+    """The log to begin from, where it stands at the plan's store and KV is to be taken over."""
     parent = leg.request.parent
     if parent is None or parent.address != leg.plan.kvstore_address:
+        return None
+    if leg.request.cache_mode is CacheMode.OFF:
         return None
     return common_pb2.LogPosition(log_id=parent.log_id, position=parent.position)
 

@@ -155,6 +155,7 @@ class GatewayCore:
                 tokenised = [(spelt, ask.prompts[0][1])]
         ready_s = self.clock.monotonic_s()
         stages = {RECEIVE: began_s - received_s, TOKENISE: ready_s - began_s}
+        session = None if continuation is None else _ref_of(continuation.point.session)
         members: list[Member] = []
         for index, (encoded, field) in enumerate(tokenised):
             request = SequenceRequest(
@@ -178,7 +179,8 @@ class GatewayCore:
                 prompt_field=field,
                 stage_seconds=stages,
                 parent=None if continuation is None else continuation.point.head,
-                session=None if continuation is None else _ref_of(continuation.point.session),
+                session=session,
+                ttl_s=None if session is None else session.ttl_s,
             )
             first = len(members)
             members += [

@@ -129,6 +129,7 @@ class SessionRef:
     session_id: str
     generation: int
     address: str
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,8 @@ class SequenceRequest:
     """One sequence to run. `sampling` has its seed and max_tokens resolved.
 
     `parent`: a log that the prompt goes on from, used where the writer sits at its kvstore.
-    `session`: what names the answer's end once it is complete.
+    `session`: what names the answer's end once it is complete. `ttl_s`: how long its log is kept;
+    None: as long as the store keeps any.
 
     `prompt_field`: what its caller calls the prompt, for refusals of it.
     Times are on this process's monotonic clock: `received_s` is when the request came in,
@@ -157,6 +159,7 @@ class SequenceRequest:
     stage_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     parent: ParentLog | None = None
     session: SessionRef | None = None
+    ttl_s: float | None = None
 
     def numbered(self, index: int) -> SequenceRequest:
         """The request of the index-th parallel answer: own id, own seed, the same prompt."""

@@ -28,8 +28,10 @@ from services.gateway.prefixes import PublishedPrefix
 from services.gateway.publishing import PublishOrder
 from services.gateway.registry import WorkerRole
 from services.gateway.request import (
+    ID_CHARS_MAX,
     ChatPrompt,
     ChatTurn,
+    Continues,
     Prompt,
     Role,
     Tenant,
@@ -108,7 +110,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         context: _Context,
         line: RequestLine,
     ) -> Ask:
-        prompt, field = _prompt(request)
+        continues = _continues(request)
+        prompt, field = _prompt(request) if continues is None else (_new_turns(request), "chat")
         left_s = context.time_remaining()
         return Ask(
             tenant=tenant,
@@ -122,6 +125,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             model=request.model,
             request_id=line.request_id,
         )
+            continues=continues,
 
     async def Cancel(
         self, request: gateway_pb2.CancelRequest, context: _Context
@@ -245,6 +249,36 @@ def turns_of(chat: gateway_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
     if not 0 < len(chat.messages) <= MESSAGES_MAX:
         raise _invalid("chat.messages", f"must hold 1 to {MESSAGES_MAX} messages")
     turns: list[ChatTurn] = []
+def _continues(request: gateway_pb2.GenerateRequest) -> Continues | None:
+    """What the answer goes on from: then `chat` has the new turns only."""
+    named = [
+        (field, wanted)
+        for field, wanted in (
+            ("session", request.session),
+            ("previous_response_id", request.previous_response_id),
+        )
+        if wanted
+    ]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise _invalid("previous_response_id", "must not be given together with session")
+    ((field, wanted),) = named
+    if len(wanted) > ID_CHARS_MAX:
+        raise _invalid(field, f"may have {ID_CHARS_MAX} characters")
+    if field == "session" and request.drop_at_end:
+        raise _invalid("drop_at_end", "must not be set in a session: it names what is kept")
+    return Continues(wanted=wanted, field=field)
+
+
+def _new_turns(request: gateway_pb2.GenerateRequest) -> ChatPrompt:
+    kind = request.WhichOneof("prompt")
+    if kind not in (None, "chat"):
+        raise _invalid(kind, "cannot go on from a session or an answer; give chat, or no prompt")
+    turns = turns_of(request.chat) if request.chat.messages else ()
+    return ChatPrompt(turns=turns)
+
+
     for index, message in enumerate(chat.messages):
         if message.role not in {role.value for role in Role}:
             raise _invalid(f"chat.messages[{index}].role", "must be system, user or assistant")
@@ -269,7 +303,7 @@ def _response(event: object) -> gateway_pb2.GenerateResponse | None:
 
 
 def _completed(event: Completed) -> gateway_pb2.Completed:
-    return gateway_pb2.Completed(
+    message = gateway_pb2.Completed(
         finish_reason=finish_to_proto(event.finish.value),
         usage=usage_to_proto(event.usage),
         exactness=exactness_to_proto(event.exactness),
@@ -290,6 +324,11 @@ def _completed(event: Completed) -> gateway_pb2.Completed:
 def _prefix(prefix: PublishedPrefix) -> gateway_pb2.Prefix:
     message = gateway_pb2.Prefix(
         id=prefix.prefix_id,
+    if event.session is not None:
+        mark = event.session
+        message.session.id, message.session.generation = mark.session_id, mark.generation
+        message.session.refusal = mark.refusal or ""
+    return message
         name=prefix.name,
         model=prefix.model,
         tokens=prefix.tokens,

@@ -14,7 +14,7 @@ from baton.api.gateway.v1 import gateway_pb2, sessions_pb2, sessions_pb2_grpc
 from baton.errors import Reason, ServiceError
 from baton.wire.durations import duration_from_proto, timestamp_to_proto
 from services.gateway.auth import Authenticator
-from services.gateway.client_sessions import Session
+from services.gateway.client_sessions import LineageLog, Session
 from services.gateway.core import GatewayCore
 from services.gateway.request import ChatTurn, Tenant
 from services.gateway.servicer import turns_of
@@ -55,9 +55,12 @@ class SessionsServicer(sessions_pb2_grpc.SessionsServiceServicer):
     ) -> sessions_pb2.GetSessionResponse:
         """One, with its messages."""
         tenant = self._tenant(context)
-        session, _ = await self._core.sessions.find(tenant, request.id)
-        turns = await self._core.sessions.messages(tenant, session.head)
-        return sessions_pb2.GetSessionResponse(session=_session(session, turns))
+        sessions = self._core.sessions
+        session, lineage = await sessions.find(tenant, request.id, with_lineage=True)
+        turns = await sessions.messages(tenant, session.head)
+        return sessions_pb2.GetSessionResponse(
+            session=_session(session, turns), lineage=[_log(one) for one in lineage]
+        )
 
     async def ListSessions(
         self, request: sessions_pb2.ListSessionsRequest, context: _Context
@@ -77,6 +80,17 @@ class SessionsServicer(sessions_pb2_grpc.SessionsServiceServicer):
                 tenant, request.id, order, request.generation or None
             )
         return sessions_pb2.EditSessionResponse(
+            session=_session(changed.session), tokens=_recount(changed)
+        )
+
+    async def TruncateSession(
+        self, request: sessions_pb2.TruncateSessionRequest, context: _Context
+    ) -> sessions_pb2.TruncateSessionResponse:
+        """Keeps the first tokens."""
+        changed = await self._core.sessions.truncate(
+            self._tenant(context), request.id, request.position, request.generation or None
+        )
+        return sessions_pb2.TruncateSessionResponse(
             session=_session(changed.session), tokens=_recount(changed)
         )
 
@@ -155,6 +169,23 @@ def _session(session: Session, turns: Sequence[ChatTurn] = ()) -> sessions_pb2.S
             gateway_pb2.ChatMessage(role=turn.role.value, content=turn.content) for turn in turns
         ],
     )
+
+
+def _log(log: LineageLog) -> sessions_pb2.SessionLog:
+    message = sessions_pb2.SessionLog(
+        log_id=log.log_id,
+        parent_log_id=log.parent_log_id,
+        parent_position=log.parent_position,
+        tokens=log.tokens,
+        prompt_tokens=log.prompt_tokens,
+        request_id=log.request_id,
+        session_ids=log.session_ids,
+        gone=log.is_gone,
+        depth=log.depth,
+    )
+    if log.opened_wall_s is not None:
+        message.open_time.CopyFrom(timestamp_to_proto(log.opened_wall_s))
+    return message
 
 
 def _recount(changed: Changed) -> sessions_pb2.Recount:

@@ -8,45 +8,36 @@ generation: whatever dies on the way, the session names the old history or the n
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-import structlog
-
-from baton.capability import Right
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from baton.ids import new_log_id, new_request_id
-from baton.sampling_parameters import SamplingParameters
 from services.gateway.answers import Emit
-from services.gateway.client_sessions import Session, SessionClient, SetSession
-from services.gateway.events import Completed, Event, SessionMark
-from services.gateway.legs import Leg, Plan
-from services.gateway.opening import LogOpener, SequenceParts
-from services.gateway.planner import PlanRequest
+from services.gateway.client_sessions import LineageLog, Session, SessionClient, SetSession
+from services.gateway.opening import SequenceParts
 from services.gateway.prompts import ServedModel
-from services.gateway.publishing import PUBLISH_TIMEOUT_S, prefill_kv
 from services.gateway.request import (
     ID_CHARS_MAX,
-    CacheMode,
     ChatPrompt,
     ChatTurn,
-    EncodedPrompt,
     ParentLog,
     SequenceRequest,
-    SessionRef,
     Tenant,
 )
+from services.gateway.session_compute import HistoryComputer
 from services.gateway.session_edit import EditOrder, change_of, edited, refused
+from services.gateway.session_naming import SILENT, SessionNames
 from services.gateway.session_text import History, next_turn
 
-_log = structlog.stdlib.get_logger("baton.gateway.sessions")
-
-SESSION_RIGHTS: Final = frozenset({Right.OPEN, Right.READ, Right.FORK})
 SESSION_PREFIX: Final = "sess-"
 RESPONSE_PREFIXES: Final = ("chatcmpl-", "cmpl-")
 SESSION_ID_BYTES: Final = 12
-CALL_TTL_S: Final = 60.0
+
+_ENDED: Final = frozenset({Reason.LOG_NOT_FOUND, Reason.STALE_GENERATION})
+"""What a store says of a log that is gone, and of one that moved away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +81,8 @@ class Sessions:
         self._parts = parts
         self._model = model
         self._client = client
+        self._names = SessionNames(parts, client)
+        self._computer = HistoryComputer(parts, model)
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -105,21 +98,35 @@ class Sessions:
             request_id = request_id.removeprefix(prefix)
         if not 0 < len(wanted) <= ID_CHARS_MAX or not request_id:
             raise _unknown(field)
-        capability = self._capability(tenant)
+        return Point(head=await self._answer(tenant, request_id, field), session=None)
+
+    async def _answer(self, tenant: Tenant, request_id: str, field: str) -> ParentLog:
+        """The log with an answer's end. One without it is an attempt that was given up, unless no
+        store has more; a store that is silent may.
+        """
+        capability = self._names.capability(tenant)
         silent: ServiceError | None = None
+        attempts: list[ParentLog] = []
         for address in self._addresses():
             try:
-                head = await self._client.find_answer(address, request_id, capability)
-                return Point(head=head, session=None)
+                head, is_complete = await self._client.find_answer(address, request_id, capability)
             except ServiceError as error:
                 silent = _only_silence(error, silent)
-        raise silent or _unknown(field)
+                continue
+            if is_complete:
+                return head
+            attempts.append(head)
+        if silent is not None:
+            raise silent
+        if not attempts:
+            raise _unknown(field)
+        return max(attempts, key=lambda one: one.position)
 
     async def find(
         self, tenant: Tenant, session_id: str, field: str = "id", *, with_lineage: bool = False
-    ) -> tuple[Session, Sequence[Mapping[str, object]]]:
+    ) -> tuple[Session, Sequence[LineageLog]]:
         """A session of the tenant, and its tree; NOT_FOUND naming `field`."""
-        capability = self._capability(tenant)
+        capability = self._names.capability(tenant)
         silent: ServiceError | None = None
         for address in self._addresses() if session_id.startswith(SESSION_PREFIX) else ():
             try:
@@ -132,7 +139,7 @@ class Sessions:
 
     async def listed(self, tenant: Tenant) -> list[Session]:
         """The tenant's sessions, the oldest first."""
-        capability = self._capability(tenant)
+        capability = self._names.capability(tenant)
         found = [
             one
             for address in self._addresses()
@@ -143,11 +150,11 @@ class Sessions:
     async def token_ids(
         self, tenant: Tenant, head: ParentLog, field: str = "id"
     ) -> tuple[int, ...]:
-        """A history's ids."""
+        """A history's ids; NOT_FOUND naming `field` where its log has ended."""
         try:
-            return await self._client.tokens(head, self._capability(tenant, head.log_id))
+            return await self._client.tokens(head, self._names.capability(tenant, head.log_id))
         except ServiceError as error:
-            if error.reason is Reason.LOG_NOT_FOUND:
+            if error.reason in _ENDED:
                 raise _unknown(field) from error
             raise
 
@@ -180,9 +187,10 @@ class Sessions:
         if source is not None:
             return await self.fork(tenant, source, position=None, ttl_s=ttl_s, field="from")
         ids = self._model.encode_turns(ChatPrompt(turns=tuple(turns), has_assistant_header=False))
-        leg, reused = await self._computed(tenant, ids, None)
+        leg, reused = await self._computer.computed(tenant, ids, None)
         head = ParentLog(log_id=leg.log_id, position=len(ids), address=leg.plan.kvstore_address)
-        session = await self._set_behind(leg, tenant, _new_session(head, ttl_s))
+        order = _new_session(head, ttl_s)
+        session = await self._names.name_computed(leg, tenant, order, head.address)
         recount = Recount(reused=reused, recomputed=len(ids) - reused, dropped=0, inserted=len(ids))
         return Changed(session=session, recount=recount)
 
@@ -203,7 +211,7 @@ class Sessions:
         if point.session is not None:
             parent = point.session.session_id
             order = replace(order, parent_id=parent, parent_position=head.position)
-        session = await self._name_fork(log.address, order, tenant)
+        session = await self._names.name_fork(log.address, order, tenant)
         dropped = point.head.position - head.position
         recount = Recount(reused=cached, recomputed=0, dropped=dropped, inserted=0)
         return Changed(session=session, recount=recount)
@@ -219,7 +227,7 @@ class Sessions:
     async def _cut_to(self, tenant: Tenant, session: Session, head: ParentLog) -> Changed:
         log, cached = await self._forked(tenant, head, "id")
         order = SetSession(session_id=session.session_id, expected=session.generation, head=log)
-        changed = await self._name_fork(session.address, order, tenant)
+        changed = await self._names.name_fork(session.address, order, tenant)
         dropped = session.head.position - head.position
         recount = Recount(reused=cached, recomputed=0, dropped=dropped, inserted=0)
         return Changed(session=changed, recount=recount)
@@ -230,6 +238,7 @@ class Sessions:
         """Replaces a range; what stands behind it is kept and computed again in this call."""
         session = await self._current(tenant, session_id, generation)
         old = await self.token_ids(tenant, session.head)
+        await faults.reach("session.after_read")
         new = edited(self._model, old, order)
         if not new:
             raise refused(
@@ -242,10 +251,10 @@ class Sessions:
         base = replace(session.head, position=change.common) if change.common else None
         if change.common == len(new):
             return await self._cut_to(tenant, session, replace(session.head, position=len(new)))
-        leg, reused = await self._computed(tenant, new, base)
+        leg, reused = await self._computer.computed(tenant, new, base, session.ttl_s)
         head = ParentLog(log_id=leg.log_id, position=len(new), address=leg.plan.kvstore_address)
         target = SetSession(session_id=session.session_id, expected=session.generation, head=head)
-        changed = await self._set_behind(leg, tenant, target, session.address)
+        changed = await self._names.name_computed(leg, tenant, target, session.address)
         recount = Recount(
             reused=reused,
             recomputed=len(new) - reused,
@@ -260,44 +269,13 @@ class Sessions:
         await self._client.delete(
             session.address,
             session_id,
-            capability=self._capability(tenant),
+            capability=self._names.capability(tenant),
             request_id=new_request_id(),
         )
 
     def naming(self, request: SequenceRequest, emit: Emit) -> Emit:
-        """`emit`, with the session naming an answer's end before the reader is told of the end."""
-        session = request.session
-        if session is None:
-            return emit
-
-        async def emit_named(event: Event) -> None:
-            if isinstance(event, Completed):
-                mark = await self._named(request.tenant, session, event)
-                event = replace(event, session=mark)
-            await emit(event)
-
-        return emit_named
-
-    async def _named(
-        self, tenant: Tenant, session: SessionRef, completed: Completed
-    ) -> SessionMark:
-        """The answer stands whatever becomes of its name: a refusal is told, not raised."""
-        head = ParentLog(
-            log_id=completed.log_id,
-            position=completed.position,
-            address=completed.kvstore_address,
-        )
-        order = SetSession(session_id=session.session_id, expected=session.generation, head=head)
-        try:
-            named = await self._set(session.address, order, tenant)
-        except ServiceError as error:
-            _log.warning("session_not_named", reason=error.reason.value)
-            return SessionMark(
-                session_id=session.session_id,
-                generation=session.generation,
-                refusal=error.reason.value,
-            )
-        return SessionMark(session_id=session.session_id, generation=named.generation)
+        """`emit`, with the request's session naming the answer's end."""
+        return self._names.naming(request, emit)
 
     # --- parts ------------------------------------------------------------------------------
 
@@ -306,11 +284,6 @@ class Sessions:
         if not found:
             raise ServiceError(Reason.NO_WORKER, "no kvstore is known yet", retry_after_s=1.0)
         return found
-
-    def _capability(self, tenant: Tenant, log_id: bytes | None = None) -> str:
-        return self._parts.mint.mint(
-            tenant, SESSION_RIGHTS, ttl_s=CALL_TTL_S, request_id=new_request_id(), log_id=log_id
-        )
 
     def _cut(self, head: ParentLog, position: int | None) -> ParentLog:
         if position is None:
@@ -338,100 +311,17 @@ class Sessions:
         """A log of its own for a history's beginning, and how many tokens have KV."""
         log_id = new_log_id()
         # The capability is not bound to one log: it reads the parent and opens the child.
-        capability = self._capability(tenant)
+        capability = self._names.capability(tenant)
         try:
             cached = await self._client.fork(
                 head, log_id, capability=capability, request_id=new_request_id()
             )
         except ServiceError as error:
-            if error.reason is Reason.LOG_NOT_FOUND:
+            if error.reason in _ENDED:
                 raise _unknown(field) from error
             raise
+        await faults.reach("session.after_fork")
         return replace(head, log_id=log_id), cached
-
-    async def _set(self, address: str, order: SetSession, tenant: Tenant) -> Session:
-        return await self._client.set(
-            address, order, capability=self._capability(tenant), request_id=new_request_id()
-        )
-
-    async def _name_fork(self, address: str, order: SetSession, tenant: Tenant) -> Session:
-        """Names a fork that nobody writes; one that nobody names in the end is dropped."""
-        is_named = False
-        try:
-            session = await self._set(address, order, tenant)
-            is_named = True
-            return session
-        finally:
-            head = order.head
-            capability = self._capability(tenant, head.log_id)
-            await self._parts.stores.close(head.address, head.log_id, capability, drop=not is_named)
-
-    async def _set_behind(
-        self, leg: Leg, tenant: Tenant, order: SetSession, address: str | None = None
-    ) -> Session:
-        """Names a computed log; a log that nobody names in the end is given up."""
-        is_named = False
-        try:
-            session = await self._set(address or leg.plan.kvstore_address, order, tenant)
-            is_named = True
-            return session
-        finally:
-            self._parts.cleanup.end(leg, is_complete=is_named)
-
-    async def _computed(
-        self, tenant: Tenant, ids: tuple[int, ...], base: ParentLog | None
-    ) -> tuple[Leg, int]:
-        """A sealed log with KV for all of these ids, begun from `base`; how much it began with."""
-        limit = self._parts.planner.context_max() or self._model.context_max
-        if len(ids) >= min(limit, self._model.context_max):
-            raise ServiceError(
-                Reason.PROMPT_TOO_LONG,
-                f"the history would have {len(ids)} tokens, the context holds {limit}; shorten it",
-                field="replacement",
-            )
-        request = self._request(tenant, ids, base)
-        leg = await LogOpener(self._parts, request).open(self._plan(ids, base))
-        is_sealed = False
-        try:
-            await prefill_kv(self._parts, leg)
-            is_sealed = True
-        finally:
-            if not is_sealed:
-                self._parts.cleanup.end(leg, is_complete=False)
-        return leg, leg.cached_tokens
-
-    def _plan(self, ids: Sequence[int], base: ParentLog | None) -> Plan:
-        """A plan whose writer sits where the base is, if there is one."""
-        planner = self._parts.planner
-        first = plan = planner.plan(PlanRequest(prompt_tokens=len(ids)))
-        excluded: list[tuple[str, int]] = []
-        while base is not None and plan.kvstore_address != base.address:
-            excluded.append((plan.writer.worker_id, plan.writer.incarnation))
-            try:
-                plan = planner.plan(
-                    PlanRequest(prompt_tokens=len(ids), excluded_runs=tuple(excluded))
-                )
-            except ServiceError:
-                return first
-        return plan
-
-    def _request(
-        self, tenant: Tenant, ids: tuple[int, ...], base: ParentLog | None
-    ) -> SequenceRequest:
-        now_s = self._parts.clock.monotonic_s()
-        return SequenceRequest(
-            request_id=new_request_id(),
-            tenant=tenant,
-            prompt=EncodedPrompt(token_ids=ids, rendered=self._model.spell(ids)),
-            sampling=SamplingParameters(temperature=0.0, seed=0, max_tokens=1),
-            cache_mode=CacheMode.READ_WRITE,
-            cache_salt=None,
-            is_dropped_at_end=False,
-            received_s=now_s,
-            deadline_s=now_s + PUBLISH_TIMEOUT_S,
-            ready_s=now_s,
-            parent=base,
-        )
 
 
 def _new_session(head: ParentLog, ttl_s: float | None) -> SetSession:
@@ -443,7 +333,7 @@ def _only_silence(error: ServiceError, known: ServiceError | None) -> ServiceErr
     """Not there is no reason to stop looking; a store that does not answer may have it."""
     if error.reason in (Reason.NOT_FOUND, Reason.LOG_NOT_FOUND):
         return known
-    if error.reason in (Reason.WORKER_LOST, Reason.DEADLINE_EXCEEDED):
+    if error.reason in SILENT:
         return ServiceError(
             Reason.NO_WORKER, "a kvstore did not answer; try again shortly", retry_after_s=1.0
         )

@@ -77,9 +77,8 @@ def _by_token(model: ServedModel, history: History, order: EditOrder) -> tuple[i
     assert end is not None
     for name, position in (("start", start), ("end", end)):
         if position > size:
-            raise refused(name, f"is past the end: the history has {size} tokens")
-    if start > end:
-        raise refused("start", f"must not be behind end: {start} > {end}")
+            raise refused(name, f"is past the end: the history has {size} tokens, give 0 to {size}")
+    _require_order(start, end)
     if order.turns is not None:
         raise refused("replacement", "may be messages only where start and end are messages")
     if order.token_ids is not None:
@@ -126,6 +125,11 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
+def _require_order(start: int, end: int) -> None:
+    if start > end:
+        raise refused("start", f"must not be behind end: {start} > {end}; swap the two")
+
+
 # --- by message ---------------------------------------------------------------------------------
 
 
@@ -138,9 +142,11 @@ def _whole_turns(model: ServedModel, history: History, order: EditOrder) -> tupl
     assert end is not None
     for name, index in (("start", first), ("end", end)):
         if index > len(turns):
-            raise refused(name, f"is past the end: the history has {len(turns)} messages")
-    if first > end:
-        raise refused("start", f"must not be behind end: {first} > {end}")
+            count = len(turns)
+            raise refused(
+                name, f"is past the end: the history has {count} messages, give 0 to {count}"
+            )
+    _require_order(first, end)
     if order.text:
         raise refused(
             "replacement", "must be a list of messages for a range of messages; for the text of "
@@ -191,15 +197,17 @@ def _bytes_of(history: History, order: EditOrder) -> tuple[Turn, int, int]:
     if order.end.message != order.start.message:
         raise refused("end.message", "must be start's: a text is edited within one message")
     end = _offset(data, order.end, "end")
-    if start > end:
-        raise refused("start", f"must not be behind end: {start} > {end}")
+    _require_order(start, end)
     return turn, start, end
 
 
 def _named(turns: Sequence[Turn], anchor: Anchor, name: str) -> Turn:
     assert anchor.message is not None
     if anchor.message >= len(turns):
-        raise refused(name, f"is past the end: the history has {len(turns)} messages")
+        count = len(turns)
+        raise refused(
+            name, f"is past the end: the history has {count} messages, give 0 to {count - 1}"
+        )
     return turns[anchor.message]
 
 
@@ -207,10 +215,26 @@ def _offset(data: bytes, anchor: Anchor, name: str) -> int:
     offset = anchor.byte
     assert offset is not None
     if offset > len(data):
-        raise refused(name, f"is past the end: the message has {len(data)} bytes")
-    if not _is_text(data[:offset]) or not _is_text(data[offset:]):
-        raise refused(name, "is inside a multi-byte character; move it to the character's edge")
+        raise refused(
+            name, f"is past the end: the message has {len(data)} bytes, give 0 to {len(data)}"
+        )
+    before = behind = offset
+    while 0 < before < len(data) and _is_inside(data[before]):
+        before -= 1
+    while behind < len(data) and _is_inside(data[behind]):
+        behind += 1
+    if before < offset:
+        raise refused(
+            name,
+            "is inside a multi-byte character; move it to the character's edge, "
+            f"{before} or {behind}",
+        )
     return offset
+
+
+def _is_inside(byte: int) -> bool:
+    """Whether a byte of UTF-8 goes on with a character that began before it."""
+    return byte & 0xC0 == 0x80
 
 
 def _by_text(history: History, order: EditOrder) -> tuple[Turn, int, int]:
@@ -222,7 +246,7 @@ def _by_text(history: History, order: EditOrder) -> tuple[Turn, int, int]:
     if other.run != turn.run:
         raise refused("end", "is in another message than start; edit within one message")
     if last_start < start:
-        raise refused("start", "must not be behind end: end's text comes before start's")
+        raise refused("start", "must not be behind end: end's text comes first, swap the two")
     return turn, start, end
 
 
@@ -230,7 +254,7 @@ def _found(history: History, anchor: Anchor, name: str) -> tuple[Turn, int, int]
     assert anchor.text is not None
     wanted = anchor.text.encode()
     if not wanted:
-        raise refused(name, "must not be an empty text")
+        raise refused(name, "must not be an empty text; give what stands there")
     found: list[tuple[Turn, int]] = []
     for turn in _turns(history):
         data, at = history.content(turn), -1
@@ -241,7 +265,10 @@ def _found(history: History, anchor: Anchor, name: str) -> tuple[Turn, int, int]
                     name, "is a text that occurs more than once; give more of what is around it"
                 )
     if not found:
-        raise refused(name, "is a text that does not occur in the history")
+        raise refused(
+            name, "is a text that does not occur in any message; give it as reading the session "
+            "shows it, to the byte",
+        )  # fmt: skip
     ((turn, at),) = found
     return turn, at, at + len(wanted)
 

@@ -60,10 +60,14 @@ class Keeper:
         return log.generation
 
     def close(self, log_id: bytes, *, is_dropped: bool, wall_s: float) -> None:
-        """Ends a log; it stays until its TTL unless it is dropped. Closing again is harmless."""
+        """Ends a log; it stays until its TTL unless it is dropped. Closing again is harmless.
+
+        What a session names is not dropped: who asks for it has not heard that it was named.
+        """
         if log_id in self._core.tombstones:
             return
         log = self._core.find(log_id)
+        is_dropped = is_dropped and self._core.sessions.held_until(log_id) is None
         if log.phase is Phase.MOVED and not is_dropped:
             return
         if log.writer is not None:

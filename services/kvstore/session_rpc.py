@@ -16,11 +16,13 @@ from baton.api.common.v1 import common_pb2
 from baton.api.kvstore.v1 import sessions_pb2, sessions_pb2_grpc
 from baton.capability import Right
 from baton.errors import Reason, ServiceError
+from baton.faults import faults
 from baton.wire.durations import duration_from_proto, duration_to_proto, timestamp_to_proto
 from services.kvstore import wire
 from services.kvstore.access import Access
 from services.kvstore.answers import Answers
 from services.kvstore.core import invalid
+from services.kvstore.keeper import CANCELLED
 from services.kvstore.listing import Lineage
 from services.kvstore.runtime import Runtime
 from services.kvstore.session_keeper import Head, SetOrder
@@ -51,6 +53,7 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
         claims = self._access.any_of(request.capability, CHANGE_RIGHTS)
         tenant, _ = claims.tenant_scope()
         subject = request.session_id.encode()
+        await faults.reach("kv.before_session")
         call = self._answers.call(sessions_pb2.SetSessionResponse, tenant, subject, request)
         kept = call.known()
         if kept is None:
@@ -60,6 +63,7 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
             answer = sessions_pb2.SetSessionResponse(session=session_to_proto(session))
             kept = call.keep(answer, level)
         await self._runtime.acked(kept.level)
+        await faults.reach("kv.after_session")
         return kept.answer
 
     async def GetSession(
@@ -101,14 +105,14 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
     async def FindAnswer(
         self, request: sessions_pb2.FindAnswerRequest, context: _Context
     ) -> sessions_pb2.FindAnswerResponse:
-        """The newest log that answers a request: a later attempt has a number behind its id."""
+        """The log that has a request's answer to its end, else the newest of its attempts."""
         tenant = self._reader(request.capability)
         wanted = wire.require_request_id(request.request_id)
         found: LogState | None = None
         async for logs in all_logs(self._runtime.core):
             for log in logs:
-                is_newer = found is None or found.opened_wall_s <= log.opened_wall_s
-                if is_newer and log.tenant == tenant and _answers(log, wanted):
+                is_better = found is None or _rank(found) <= _rank(log)
+                if is_better and log.tenant == tenant and _answers(log, wanted):
                     found = log
         if found is None:
             raise ServiceError(
@@ -117,7 +121,7 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
         head = common_pb2.LogPosition(
             log_id=found.log_id, generation=found.generation, position=found.position
         )
-        return sessions_pb2.FindAnswerResponse(head=head)
+        return sessions_pb2.FindAnswerResponse(head=head, complete=_is_complete(found))
 
     # --- parts ------------------------------------------------------------------------------
 
@@ -150,8 +154,22 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
 
 
 def _answers(log: LogState, request_id: str) -> bool:
-    is_named = log.request_id == request_id or log.request_id.startswith(f"{request_id}.")
+    """Whether a log is of a request: of its first attempt, a later one (a number behind the id), or
+    of what went on elsewhere after a loss.
+    """
+    rest = log.request_id.removeprefix(request_id)
+    is_named = log.request_id.startswith(request_id) and (
+        not rest or rest.startswith((".", "-again-", "-fork-"))
+    )
     return is_named and log.phase is not Phase.PREFILL
+
+
+def _is_complete(log: LogState) -> bool:
+    return log.finish_reason not in (None, CANCELLED)
+
+
+def _rank(log: LogState) -> tuple[bool, float]:
+    return _is_complete(log), log.opened_wall_s
 
 
 def _ids(sessions: list[SessionState]) -> Iterator[str]:

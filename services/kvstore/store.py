@@ -130,7 +130,7 @@ class Store:
         self.core.leases.renew(log.log_id, now.monotonic_s)
         granted = self.core.pool.grant(pages - plan.copies(block_tokens), log.tenant)
         add_granted(log, self.core.pool, granted)
-        self._journal_open(log, order.base, granted)
+        self._journal_open(log, order.base, granted, is_looked_up=plan.is_looked_up)
         return OpenAnswer(
             generation=log.generation,
             cached_tokens=log.cached_tokens,
@@ -147,11 +147,16 @@ class Store:
         return tokens
 
     def _journal_open(
-        self, log: LogState, base: Parent | Manifest | None, granted: list[int]
+        self,
+        log: LogState,
+        base: Parent | Manifest | None,
+        granted: list[int],
+        *,
+        is_looked_up: bool,
     ) -> None:
         journal, block_tokens = self.core.journal, self.core.block_tokens
         journal.opened(log, base)
-        if base is None:
+        if is_looked_up and not isinstance(base, Manifest):
             # A tail is stated once its CRCs are known: here, or when it is copied (`filled`).
             full = log.rows.known() * block_tokens
             if full:
@@ -218,13 +223,15 @@ class Store:
                 return self.history.cached(asker, order.tokens)
             case Manifest() as manifest:
                 plan = self.history.manifest(asker, manifest, order.tokens)
-                return self._longer(asker, order, plan) if order.is_cacheable else plan
+                return self._longer(asker, order, plan) if plan.is_prefix else plan
             case Parent() as parent:
-                return self.history.parent(asker, parent, order.tokens)
+                return self._longer(asker, order, self.history.parent(asker, parent, order.tokens))
 
     def _longer(self, asker: Asker, order: OpenOrder, plan: BasePlan) -> BasePlan:
-        """Behind a manifest of just a published prefix, what is known of the rest too."""
-        if not plan.is_prefix:
+        """Behind a manifest of just a published prefix, and where a parent's KV ends (evicted, or
+        the prompt goes on as another log does): what else is known of the prompt.
+        """
+        if not order.is_cacheable:
             return plan
         found = self.history.cached(asker, order.tokens)
         if found.tokens <= plan.tokens:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from services.gateway.client_sessions import Session
+from services.gateway.client_sessions import LineageLog, Session
 from services.gateway.core import GatewayCore
 from services.gateway.request import ID_CHARS_MAX, ChatTurn, Tenant
 from services.gateway.rest.chat_request import CONTENT_CHARS_MAX, read_messages
@@ -75,7 +75,7 @@ class SessionRoutes:
         body = {
             **session_body(session),
             "messages": [{"role": one.role.value, "content": one.content} for one in messages],
-            "lineage": list(lineage),
+            "lineage": [log_body(one) for one in lineage],
         }
         await send_json(send, body)
 
@@ -219,6 +219,22 @@ def session_body(session: Session) -> dict[str, Any]:
         "expires": int(session.expire_wall_s),
         "parent": session.parent_id,
         "parent_position": session.parent_position if session.parent_id else None,
+    }
+
+
+def log_body(log: LineageLog) -> dict[str, Any]:
+    """One log of a tree as applications see it."""
+    return {
+        "log_id": log.log_id.hex(),
+        "parent_log_id": log.parent_log_id.hex() or None,
+        "parent_position": log.parent_position,
+        "tokens": log.tokens,
+        "prompt_tokens": log.prompt_tokens,
+        "request_id": log.request_id or None,
+        "opened": None if log.opened_wall_s is None else int(log.opened_wall_s),
+        "sessions": list(log.session_ids),
+        "gone": log.is_gone,
+        "depth": log.depth,
     }
 
 

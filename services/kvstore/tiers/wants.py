@@ -30,16 +30,21 @@ def wants_of_open(store: Store, order: OpenOrder) -> list[Want]:
             log = core.logs.get(parent.log_id)
             if log is None or log.tenant != order.tenant:
                 return []
-            return [Want(owner=log, tokens=min(parent.position, most))]
+            named = [Want(owner=log, tokens=min(parent.position, most))]
+            return _with_others(store, order, named) if order.is_cacheable else named
         case Manifest() as manifest:
             named = _of_manifest(store, manifest, order.tenant)
             if len(manifest.segments) > 1 or not order.is_cacheable:
                 return named
-            # Behind a published prefix more may be known of the prompt (`Store._longer`).
-            more = _of_lookup(store, order)
-            return [*named, *(one for one in more if all(one.owner is not w.owner for w in named))]
+            return _with_others(store, order, named)
         case None:
             return _of_lookup(store, order) if order.is_cacheable else []
+
+
+def _with_others(store: Store, order: OpenOrder, named: list[Want]) -> list[Want]:
+    """More may be known of the prompt than the base that it names has (`Store._longer`)."""
+    more = _of_lookup(store, order)
+    return [*named, *(one for one in more if all(one.owner is not want.owner for want in named))]
 
 
 def _of_manifest(store: Store, manifest: Manifest, tenant: str) -> list[Want]:

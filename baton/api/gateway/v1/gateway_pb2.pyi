@@ -110,6 +110,8 @@ class GenerateRequest(_message.Message):
     CACHE_MODE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DROP_AT_END_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    PREVIOUS_RESPONSE_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name; empty: the only one."""
     text: _builtins.str
@@ -122,6 +124,13 @@ class GenerateRequest(_message.Message):
     """Narrows the sharing scope."""
     drop_at_end: _builtins.bool
     """Drop the log at the end."""
+    session: _builtins.str
+    """A session that the answer is given in: it goes on from the session's history, `chat` has the new
+    turns only (or is absent: the last turn is answered as it stands), and the session names the
+    answer's end. Exclusive with previous_response_id.
+    """
+    previous_response_id: _builtins.str
+    """An answer to go on from, by its request id (or by its id over HTTP); no session is changed."""
     @_builtins.property
     def chat(self) -> Global___ChatMessages:
         """A conversation, rendered with the model's chat template."""
@@ -146,10 +155,12 @@ class GenerateRequest(_message.Message):
         cache_mode: _common_pb2.CacheMode.ValueType = ...,
         cache_salt: _builtins.str = ...,
         drop_at_end: _builtins.bool = ...,
+        session: _builtins.str = ...,
+        previous_response_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_mode", b"cache_mode", "cache_salt", b"cache_salt", "chat", b"chat", "drop_at_end", b"drop_at_end", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_mode", b"cache_mode", "cache_salt", b"cache_salt", "chat", b"chat", "drop_at_end", b"drop_at_end", "model", b"model", "previous_response_id", b"previous_response_id", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["chat", "text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -267,6 +278,7 @@ class Completed(_message.Message):
     PREFIX_ID_FIELD_NUMBER: _builtins.int
     BROUGHT_FIELD_NUMBER: _builtins.int
     HIDDEN_TRANSFER_SHARE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Why it ended."""
     exactness: _common_pb2.ExactnessClass.ValueType
@@ -301,6 +313,10 @@ class Completed(_message.Message):
     def stage_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Stage times by the names of docs/formats.md, seconds."""
 
+    @_builtins.property
+    def session(self) -> Global___SessionMark:
+        """What became of the session that the answer was given in."""
+
     def __init__(
         self,
         *,
@@ -316,16 +332,47 @@ class Completed(_message.Message):
         prefix_id: _builtins.str = ...,
         brought: _builtins.str = ...,
         hidden_transfer_share: _builtins.float | None = ...,
+        session: Global___SessionMark | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hidden_transfer_share", b"_hidden_transfer_share", "hidden_transfer_share", b"hidden_transfer_share", "log", b"log", "time_to_first_token", b"time_to_first_token", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hidden_transfer_share", b"_hidden_transfer_share", "hidden_transfer_share", b"hidden_transfer_share", "log", b"log", "session", b"session", "time_to_first_token", b"time_to_first_token", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hidden_transfer_share", b"_hidden_transfer_share", "brought", b"brought", "exactness", b"exactness", "exactness_reason", b"exactness_reason", "finish_reason", b"finish_reason", "hidden_transfer_share", b"hidden_transfer_share", "kv_source", b"kv_source", "kvstore_address", b"kvstore_address", "log", b"log", "prefix_id", b"prefix_id", "stage_seconds", b"stage_seconds", "time_to_first_token", b"time_to_first_token", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hidden_transfer_share", b"_hidden_transfer_share", "brought", b"brought", "exactness", b"exactness", "exactness_reason", b"exactness_reason", "finish_reason", b"finish_reason", "hidden_transfer_share", b"hidden_transfer_share", "kv_source", b"kv_source", "kvstore_address", b"kvstore_address", "log", b"log", "prefix_id", b"prefix_id", "session", b"session", "stage_seconds", b"stage_seconds", "time_to_first_token", b"time_to_first_token", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hidden_transfer_share: _TypeAlias = _typing.Literal["hidden_transfer_share"]  # noqa: Y015
     _WhichOneofArgType__hidden_transfer_share: _TypeAlias = _typing.Literal["_hidden_transfer_share", b"_hidden_transfer_share"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hidden_transfer_share) -> _WhichOneofReturnType__hidden_transfer_share | None: ...
 
 Global___Completed: _TypeAlias = Completed  # noqa: Y015
+
+@_typing.final
+class SessionMark(_message.Message):
+    """SessionMark says what became of the session that an answer was given in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The session."""
+    generation: _builtins.int
+    """Its generation: the new one, or with a refusal the one that the answer began with."""
+    refusal: _builtins.str
+    """Why the session does not name the answer's end, as a reason's name; empty: it does."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "id", b"id", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionMark: _TypeAlias = SessionMark  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):
@@ -520,6 +567,16 @@ class Prefix(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     HITS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    TEXT_HASH_FIELD_NUMBER: _builtins.int
+    IDS_HASH_FIELD_NUMBER: _builtins.int
+    TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
+    TEMPLATE_DIGEST_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Its id."""
     name: _builtins.str
@@ -530,6 +587,26 @@ class Prefix(_message.Message):
     """Tokens it covers."""
     hits: _builtins.int
     """Requests that used it."""
+    status: _builtins.str
+    """pending, computing, ready, failed or stale."""
+    detail: _builtins.str
+    """Why it failed or is stale; empty: neither."""
+    version: _builtins.int
+    """Which publication under its name it is, from 1; 0: not known yet."""
+    pin: _builtins.bool
+    """It stays in memory, past its end and past newer versions, until it is deleted."""
+    kv_bytes: _builtins.int
+    """Bytes of KV it covers."""
+    text_hash: _builtins.bytes
+    """BLAKE3 of the rendered bytes and of the token ids, 32 bytes each; empty: not known yet."""
+    ids_hash: _builtins.bytes
+    """See text_hash."""
+    tokenizer_hash: _builtins.bytes
+    """Digest of the tokenizer it was published with, 8 bytes."""
+    template_digest: _builtins.bytes
+    """Digest of the chat template it was published with, 16 bytes; empty: the model has none."""
+    owner: _builtins.str
+    """Who published it."""
     @_builtins.property
     def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tenants that may use it."""
@@ -553,10 +630,20 @@ class Prefix(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         hits: _builtins.int = ...,
+        status: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        version: _builtins.int = ...,
+        pin: _builtins.bool = ...,
+        kv_bytes: _builtins.int = ...,
+        text_hash: _builtins.bytes = ...,
+        ids_hash: _builtins.bytes = ...,
+        tokenizer_hash: _builtins.bytes = ...,
+        template_digest: _builtins.bytes = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "hits", b"hits", "id", b"id", "model", b"model", "name", b"name", "tenants", b"tenants", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "detail", b"detail", "expire_time", b"expire_time", "hits", b"hits", "id", b"id", "ids_hash", b"ids_hash", "kv_bytes", b"kv_bytes", "model", b"model", "name", b"name", "owner", b"owner", "pin", b"pin", "status", b"status", "template_digest", b"template_digest", "tenants", b"tenants", "text_hash", b"text_hash", "tokenizer_hash", b"tokenizer_hash", "tokens", b"tokens", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,12 +661,18 @@ class CreatePrefixRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    NO_WAIT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for people; unique per tenant."""
     model: _builtins.str
     """Model name; empty: the only one."""
     text: _builtins.str
     """The leading raw text."""
+    pin: _builtins.bool
+    """Keep it in memory, past its end and past newer versions, until it is deleted."""
+    no_wait: _builtins.bool
+    """Answer at once with the status `pending`; ListPrefixes says when it is ready."""
     @_builtins.property
     def chat(self) -> Global___ChatMessages:
         """The leading turns of a conversation, usually one system message."""
@@ -601,10 +694,12 @@ class CreatePrefixRequest(_message.Message):
         text: _builtins.str = ...,
         tenants: _abc.Iterable[_builtins.str] | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        pin: _builtins.bool = ...,
+        no_wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "content", b"content", "text", b"text", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "content", b"content", "model", b"model", "name", b"name", "tenants", b"tenants", "text", b"text", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "content", b"content", "model", b"model", "name", b"name", "no_wait", b"no_wait", "pin", b"pin", "tenants", b"tenants", "text", b"text", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["chat", "text"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015

@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#baton/api/gateway/v1/sessions.proto\x12\x14\x62\x61ton.api.gateway.v1\x1a\"baton/api/gateway/v1/gateway.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8c\x02\n\x07Session\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x0e\n\x06log_id\x18\x04 \x01(\x0c\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tparent_id\x18\x07 \x01(\t\x12\x17\n\x0fparent_position\x18\x08 \x01(\r\x12\x33\n\x08messages\x18\t \x03(\x0b\x32!.baton.api.gateway.v1.ChatMessage\"P\n\x07Recount\x12\x0e\n\x06reused\x18\x01 \x01(\r\x12\x12\n\nrecomputed\x18\x02 \x01(\r\x12\x0f\n\x07\x64ropped\x18\x03 \x01(\r\x12\x10\n\x08inserted\x18\x04 \x01(\r\"v\n\x15\x43reateSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Recount\"D\n\x12GetSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\"t\n\x13\x45\x64itSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Recount\"t\n\x13\x46orkSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Recount\"~\n\x14\x43reateSessionRequest\x12\x0c\n\x04\x66rom\x18\x01 \x01(\t\x12\x30\n\x04\x63hat\x18\x02 \x01(\x0b\x32\".baton.api.gateway.v1.ChatMessages\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1f\n\x11GetSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x15\n\x13ListSessionsRequest\"G\n\x14ListSessionsResponse\x12/\n\x08sessions\x18\x01 \x03(\x0b\x32\x1d.baton.api.gateway.v1.Session\"v\n\nEditAnchor\x12\x12\n\x05token\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x07message\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04\x62yte\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_tokenB\n\n\x08_messageB\x07\n\x05_byte\"\xa0\x02\n\x12\x45\x64itSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12/\n\x05start\x18\x03 \x01(\x0b\x32 .baton.api.gateway.v1.EditAnchor\x12-\n\x03\x65nd\x18\x04 \x01(\x0b\x32 .baton.api.gateway.v1.EditAnchor\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12\x33\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x1e.baton.api.gateway.v1.TokenIdsH\x00\x12\x36\n\x08messages\x18\x07 \x01(\x0b\x32\".baton.api.gateway.v1.ChatMessagesH\x00\x42\r\n\x0breplacement\"Z\n\x12\x46orkSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\x14\x44\x65leteSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteSessionResponse2\xf5\x04\n\x0fSessionsService\x12h\n\rCreateSession\x12*.baton.api.gateway.v1.CreateSessionRequest\x1a+.baton.api.gateway.v1.CreateSessionResponse\x12_\n\nGetSession\x12\'.baton.api.gateway.v1.GetSessionRequest\x1a(.baton.api.gateway.v1.GetSessionResponse\x12\x65\n\x0cListSessions\x12).baton.api.gateway.v1.ListSessionsRequest\x1a*.baton.api.gateway.v1.ListSessionsResponse\x12\x62\n\x0b\x45\x64itSession\x12(.baton.api.gateway.v1.EditSessionRequest\x1a).baton.api.gateway.v1.EditSessionResponse\x12\x62\n\x0b\x46orkSession\x12(.baton.api.gateway.v1.ForkSessionRequest\x1a).baton.api.gateway.v1.ForkSessionResponse\x12h\n\rDeleteSession\x12*.baton.api.gateway.v1.DeleteSessionRequest\x1a+.baton.api.gateway.v1.DeleteSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#baton/api/gateway/v1/sessions.proto\x12\x14\x62\x61ton.api.gateway.v1\x1a\"baton/api/gateway/v1/gateway.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8c\x02\n\x07Session\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x0e\n\x06log_id\x18\x04 \x01(\x0c\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tparent_id\x18\x07 \x01(\t\x12\x17\n\x0fparent_position\x18\x08 \x01(\r\x12\x33\n\x08messages\x18\t \x03(\x0b\x32!.baton.api.gateway.v1.ChatMessage\"P\n\x07Recount\x12\x0e\n\x06reused\x18\x01 \x01(\r\x12\x12\n\nrecomputed\x18\x02 \x01(\r\x12\x0f\n\x07\x64ropped\x18\x03 \x01(\r\x12\x10\n\x08inserted\x18\x04 \x01(\r\"v\n\x15\x43reateSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Recount\"w\n\x12GetSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\x12\x31\n\x07lineage\x18\x02 \x03(\x0b\x32 .baton.api.gateway.v1.SessionLog\"\xe8\x01\n\nSessionLog\x12\x0e\n\x06log_id\x18\x01 \x01(\x0c\x12\x15\n\rparent_log_id\x18\x02 \x01(\x0c\x12\x17\n\x0fparent_position\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12-\n\topen_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bsession_ids\x18\x08 \x03(\t\x12\x0c\n\x04gone\x18\t \x01(\x08\x12\r\n\x05\x64\x65pth\x18\n \x01(\r\"t\n\x13\x45\x64itSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Recount\"x\n\x17TruncateSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Recount\"t\n\x13\x46orkSessionResponse\x12.\n\x07session\x18\x01 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Session\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1d.baton.api.gateway.v1.Recount\"~\n\x14\x43reateSessionRequest\x12\x0c\n\x04\x66rom\x18\x01 \x01(\t\x12\x30\n\x04\x63hat\x18\x02 \x01(\x0b\x32\".baton.api.gateway.v1.ChatMessages\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1f\n\x11GetSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x15\n\x13ListSessionsRequest\"G\n\x14ListSessionsResponse\x12/\n\x08sessions\x18\x01 \x03(\x0b\x32\x1d.baton.api.gateway.v1.Session\"v\n\nEditAnchor\x12\x12\n\x05token\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x07message\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04\x62yte\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_tokenB\n\n\x08_messageB\x07\n\x05_byte\"\xa0\x02\n\x12\x45\x64itSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12/\n\x05start\x18\x03 \x01(\x0b\x32 .baton.api.gateway.v1.EditAnchor\x12-\n\x03\x65nd\x18\x04 \x01(\x0b\x32 .baton.api.gateway.v1.EditAnchor\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12\x33\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x1e.baton.api.gateway.v1.TokenIdsH\x00\x12\x36\n\x08messages\x18\x07 \x01(\x0b\x32\".baton.api.gateway.v1.ChatMessagesH\x00\x42\r\n\x0breplacement\"J\n\x16TruncateSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\r\"Z\n\x12\x46orkSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\x14\x44\x65leteSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteSessionResponse2\xe5\x05\n\x0fSessionsService\x12h\n\rCreateSession\x12*.baton.api.gateway.v1.CreateSessionRequest\x1a+.baton.api.gateway.v1.CreateSessionResponse\x12_\n\nGetSession\x12\'.baton.api.gateway.v1.GetSessionRequest\x1a(.baton.api.gateway.v1.GetSessionResponse\x12\x65\n\x0cListSessions\x12).baton.api.gateway.v1.ListSessionsRequest\x1a*.baton.api.gateway.v1.ListSessionsResponse\x12\x62\n\x0b\x45\x64itSession\x12(.baton.api.gateway.v1.EditSessionRequest\x1a).baton.api.gateway.v1.EditSessionResponse\x12n\n\x0fTruncateSession\x12,.baton.api.gateway.v1.TruncateSessionRequest\x1a-.baton.api.gateway.v1.TruncateSessionResponse\x12\x62\n\x0b\x46orkSession\x12(.baton.api.gateway.v1.ForkSessionRequest\x1a).baton.api.gateway.v1.ForkSessionResponse\x12h\n\rDeleteSession\x12*.baton.api.gateway.v1.DeleteSessionRequest\x1a+.baton.api.gateway.v1.DeleteSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,29 +41,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATESESSIONRESPONSE']._serialized_start=515
   _globals['_CREATESESSIONRESPONSE']._serialized_end=633
   _globals['_GETSESSIONRESPONSE']._serialized_start=635
-  _globals['_GETSESSIONRESPONSE']._serialized_end=703
-  _globals['_EDITSESSIONRESPONSE']._serialized_start=705
-  _globals['_EDITSESSIONRESPONSE']._serialized_end=821
-  _globals['_FORKSESSIONRESPONSE']._serialized_start=823
-  _globals['_FORKSESSIONRESPONSE']._serialized_end=939
-  _globals['_CREATESESSIONREQUEST']._serialized_start=941
-  _globals['_CREATESESSIONREQUEST']._serialized_end=1067
-  _globals['_GETSESSIONREQUEST']._serialized_start=1069
-  _globals['_GETSESSIONREQUEST']._serialized_end=1100
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1102
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1123
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1125
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1196
-  _globals['_EDITANCHOR']._serialized_start=1198
-  _globals['_EDITANCHOR']._serialized_end=1316
-  _globals['_EDITSESSIONREQUEST']._serialized_start=1319
-  _globals['_EDITSESSIONREQUEST']._serialized_end=1607
-  _globals['_FORKSESSIONREQUEST']._serialized_start=1609
-  _globals['_FORKSESSIONREQUEST']._serialized_end=1699
-  _globals['_DELETESESSIONREQUEST']._serialized_start=1701
-  _globals['_DELETESESSIONREQUEST']._serialized_end=1735
-  _globals['_DELETESESSIONRESPONSE']._serialized_start=1737
-  _globals['_DELETESESSIONRESPONSE']._serialized_end=1760
-  _globals['_SESSIONSSERVICE']._serialized_start=1763
-  _globals['_SESSIONSSERVICE']._serialized_end=2392
+  _globals['_GETSESSIONRESPONSE']._serialized_end=754
+  _globals['_SESSIONLOG']._serialized_start=757
+  _globals['_SESSIONLOG']._serialized_end=989
+  _globals['_EDITSESSIONRESPONSE']._serialized_start=991
+  _globals['_EDITSESSIONRESPONSE']._serialized_end=1107
+  _globals['_TRUNCATESESSIONRESPONSE']._serialized_start=1109
+  _globals['_TRUNCATESESSIONRESPONSE']._serialized_end=1229
+  _globals['_FORKSESSIONRESPONSE']._serialized_start=1231
+  _globals['_FORKSESSIONRESPONSE']._serialized_end=1347
+  _globals['_CREATESESSIONREQUEST']._serialized_start=1349
+  _globals['_CREATESESSIONREQUEST']._serialized_end=1475
+  _globals['_GETSESSIONREQUEST']._serialized_start=1477
+  _globals['_GETSESSIONREQUEST']._serialized_end=1508
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1510
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1531
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1533
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1604
+  _globals['_EDITANCHOR']._serialized_start=1606
+  _globals['_EDITANCHOR']._serialized_end=1724
+  _globals['_EDITSESSIONREQUEST']._serialized_start=1727
+  _globals['_EDITSESSIONREQUEST']._serialized_end=2015
+  _globals['_TRUNCATESESSIONREQUEST']._serialized_start=2017
+  _globals['_TRUNCATESESSIONREQUEST']._serialized_end=2091
+  _globals['_FORKSESSIONREQUEST']._serialized_start=2093
+  _globals['_FORKSESSIONREQUEST']._serialized_end=2183
+  _globals['_DELETESESSIONREQUEST']._serialized_start=2185
+  _globals['_DELETESESSIONREQUEST']._serialized_end=2219
+  _globals['_DELETESESSIONRESPONSE']._serialized_start=2221
+  _globals['_DELETESESSIONRESPONSE']._serialized_end=2244
+  _globals['_SESSIONSSERVICE']._serialized_start=2247
+  _globals['_SESSIONSSERVICE']._serialized_end=2988
 # @@protoc_insertion_point(module_scope)

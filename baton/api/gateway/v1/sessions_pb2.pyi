@@ -152,22 +152,90 @@ class GetSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def session(self) -> Global___Session:
         """As it stands."""
+
+    @_builtins.property
+    def lineage(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionLog]:
+        """The tree of logs that its history grew in, depth first."""
 
     def __init__(
         self,
         *,
         session: Global___Session | None = ...,
+        lineage: _abc.Iterable[Global___SessionLog] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lineage", b"lineage", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionLog(_message.Message):
+    """SessionLog is one log of the tree that a session's history grew in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    PARENT_LOG_ID_FIELD_NUMBER: _builtins.int
+    PARENT_POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    OPEN_TIME_FIELD_NUMBER: _builtins.int
+    SESSION_IDS_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.bytes
+    """The log, 16 bytes."""
+    parent_log_id: _builtins.bytes
+    """The log it goes on from; empty: none."""
+    parent_position: _builtins.int
+    """Where it left that."""
+    tokens: _builtins.int
+    """Tokens of the log."""
+    prompt_tokens: _builtins.int
+    """How many of these were its prompt."""
+    request_id: _builtins.str
+    """The request that opened it; empty: none."""
+    gone: _builtins.bool
+    """It ended; what grew out of it stands on its own."""
+    depth: _builtins.int
+    """How deep it stands in the tree."""
+    @_builtins.property
+    def open_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was opened; absent where it is gone."""
+
+    @_builtins.property
+    def session_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The sessions that name it."""
+
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.bytes = ...,
+        parent_log_id: _builtins.bytes = ...,
+        parent_position: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        open_time: _timestamp_pb2.Timestamp | None = ...,
+        session_ids: _abc.Iterable[_builtins.str] | None = ...,
+        gone: _builtins.bool = ...,
+        depth: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open_time", b"open_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "gone", b"gone", "log_id", b"log_id", "open_time", b"open_time", "parent_log_id", b"parent_log_id", "parent_position", b"parent_position", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_ids", b"session_ids", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionLog: _TypeAlias = SessionLog  # noqa: Y015
 
 @_typing.final
 class EditSessionResponse(_message.Message):
@@ -198,6 +266,36 @@ class EditSessionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EditSessionResponse: _TypeAlias = EditSessionResponse  # noqa: Y015
+
+@_typing.final
+class TruncateSessionResponse(_message.Message):
+    """TruncateSessionResponse is the session after the cut."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> Global___Session:
+        """As it stands."""
+
+    @_builtins.property
+    def tokens(self) -> Global___Recount:
+        """What the call took."""
+
+    def __init__(
+        self,
+        *,
+        session: Global___Session | None = ...,
+        tokens: Global___Recount | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TruncateSessionResponse: _TypeAlias = TruncateSessionResponse  # noqa: Y015
 
 @_typing.final
 class ForkSessionResponse(_message.Message):
@@ -423,6 +521,36 @@ class EditSessionRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_replacement) -> _WhichOneofReturnType_replacement | None: ...
 
 Global___EditSessionRequest: _TypeAlias = EditSessionRequest  # noqa: Y015
+
+@_typing.final
+class TruncateSessionRequest(_message.Message):
+    """TruncateSessionRequest says where to cut."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The session."""
+    generation: _builtins.int
+    """The generation it must have now; zero: any."""
+    position: _builtins.int
+    """Tokens to keep, at least one."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "id", b"id", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TruncateSessionRequest: _TypeAlias = TruncateSessionRequest  # noqa: Y015
 
 @_typing.final
 class ForkSessionRequest(_message.Message):

@@ -56,6 +56,11 @@ class SessionsServiceStub:
                 request_serializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.EditSessionRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.EditSessionResponse.FromString,
                 _registered_method=True)
+        self.TruncateSession = channel.unary_unary(
+                '/baton.api.gateway.v1.SessionsService/TruncateSession',
+                request_serializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.TruncateSessionRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.TruncateSessionResponse.FromString,
+                _registered_method=True)
         self.ForkSession = channel.unary_unary(
                 '/baton.api.gateway.v1.SessionsService/ForkSession',
                 request_serializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.ForkSessionRequest.SerializeToString,
@@ -101,6 +106,13 @@ class SessionsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TruncateSession(self, request, context):
+        """TruncateSession keeps the first tokens of a history; nothing is computed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ForkSession(self, request, context):
         """ForkSession makes a session that begins as another one, or an answer, does.
         """
@@ -137,6 +149,11 @@ def add_SessionsServiceServicer_to_server(servicer, server):
                     servicer.EditSession,
                     request_deserializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.EditSessionRequest.FromString,
                     response_serializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.EditSessionResponse.SerializeToString,
+            ),
+            'TruncateSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.TruncateSession,
+                    request_deserializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.TruncateSessionRequest.FromString,
+                    response_serializer=baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.TruncateSessionResponse.SerializeToString,
             ),
             'ForkSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkSession,
@@ -259,6 +276,33 @@ class SessionsService:
             '/baton.api.gateway.v1.SessionsService/EditSession',
             baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.EditSessionRequest.SerializeToString,
             baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.EditSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TruncateSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.gateway.v1.SessionsService/TruncateSession',
+            baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.TruncateSessionRequest.SerializeToString,
+            baton_dot_api_dot_gateway_dot_v1_dot_sessions__pb2.TruncateSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class SessionsServiceStub:
     """ListSessions lists the caller's."""
     EditSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.EditSessionRequest, _sessions_pb2.EditSessionResponse]
     """EditSession replaces a range of the history; the tail is kept and computed again in this call."""
+    TruncateSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.TruncateSessionRequest, _sessions_pb2.TruncateSessionResponse]
+    """TruncateSession keeps the first tokens of a history; nothing is computed."""
     ForkSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.ForkSessionRequest, _sessions_pb2.ForkSessionResponse]
     """ForkSession makes a session that begins as another one, or an answer, does."""
     DeleteSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.DeleteSessionRequest, _sessions_pb2.DeleteSessionResponse]
@@ -63,6 +65,8 @@ class SessionsServiceAsyncStub(SessionsServiceStub):
     """ListSessions lists the caller's."""
     EditSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.EditSessionRequest, _sessions_pb2.EditSessionResponse]  # type: ignore[assignment]
     """EditSession replaces a range of the history; the tail is kept and computed again in this call."""
+    TruncateSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.TruncateSessionRequest, _sessions_pb2.TruncateSessionResponse]  # type: ignore[assignment]
+    """TruncateSession keeps the first tokens of a history; nothing is computed."""
     ForkSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.ForkSessionRequest, _sessions_pb2.ForkSessionResponse]  # type: ignore[assignment]
     """ForkSession makes a session that begins as another one, or an answer, does."""
     DeleteSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.DeleteSessionRequest, _sessions_pb2.DeleteSessionResponse]  # type: ignore[assignment]
@@ -104,6 +108,14 @@ class SessionsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_sessions_pb2.EditSessionResponse, _abc.Awaitable[_sessions_pb2.EditSessionResponse]]:
         """EditSession replaces a range of the history; the tail is kept and computed again in this call."""
+
+    @_abc_1.abstractmethod
+    def TruncateSession(
+        self,
+        request: _sessions_pb2.TruncateSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sessions_pb2.TruncateSessionResponse, _abc.Awaitable[_sessions_pb2.TruncateSessionResponse]]:
+        """TruncateSession keeps the first tokens of a history; nothing is computed."""
 
     @_abc_1.abstractmethod
     def ForkSession(

@@ -98,7 +98,7 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FindAnswer(self, request, context):
-        """FindAnswer finds the log of an answer by its request id.
+        """FindAnswer finds the log of an answer by its request id: the one with its end, if it is here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,7 +46,7 @@ class SessionServiceStub:
     DeleteSession: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.DeleteSessionRequest, _sessions_pb2.DeleteSessionResponse]
     """DeleteSession ends a name; the logs stay for their own time."""
     FindAnswer: _grpc.UnaryUnaryMultiCallable[_sessions_pb2.FindAnswerRequest, _sessions_pb2.FindAnswerResponse]
-    """FindAnswer finds the log of an answer by its request id."""
+    """FindAnswer finds the log of an answer by its request id: the one with its end, if it is here."""
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
@@ -66,7 +66,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     DeleteSession: _aio.UnaryUnaryMultiCallable[_sessions_pb2.DeleteSessionRequest, _sessions_pb2.DeleteSessionResponse]  # type: ignore[assignment]
     """DeleteSession ends a name; the logs stay for their own time."""
     FindAnswer: _aio.UnaryUnaryMultiCallable[_sessions_pb2.FindAnswerRequest, _sessions_pb2.FindAnswerResponse]  # type: ignore[assignment]
-    """FindAnswer finds the log of an answer by its request id."""
+    """FindAnswer finds the log of an answer by its request id: the one with its end, if it is here."""
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     """SessionService keeps the sessions of one kvstore. Another tenant's session and none at all look
@@ -113,6 +113,6 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sessions_pb2.FindAnswerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sessions_pb2.FindAnswerResponse, _abc.Awaitable[_sessions_pb2.FindAnswerResponse]]:
-        """FindAnswer finds the log of an answer by its request id."""
+        """FindAnswer finds the log of an answer by its request id: the one with its end, if it is here."""
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
