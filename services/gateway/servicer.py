@@ -124,8 +124,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             timeout_s=TIMEOUT_S if left_s is None else min(TIMEOUT_S, left_s),
             model=request.model,
             request_id=line.request_id,
-        )
             continues=continues,
+        )
 
     async def Cancel(
         self, request: gateway_pb2.CancelRequest, context: _Context
@@ -244,11 +244,6 @@ def _prompt(request: gateway_pb2.GenerateRequest) -> tuple[Prompt, str]:
     raise _invalid("prompt", "must be given: chat, text or token_ids")
 
 
-def turns_of(chat: gateway_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
-    """The turns of a conversation; INVALID_REQUEST naming the path at fault."""
-    if not 0 < len(chat.messages) <= MESSAGES_MAX:
-        raise _invalid("chat.messages", f"must hold 1 to {MESSAGES_MAX} messages")
-    turns: list[ChatTurn] = []
 def _continues(request: gateway_pb2.GenerateRequest) -> Continues | None:
     """What the answer goes on from: then `chat` has the new turns only."""
     named = [
@@ -279,6 +274,11 @@ def _new_turns(request: gateway_pb2.GenerateRequest) -> ChatPrompt:
     return ChatPrompt(turns=turns)
 
 
+def turns_of(chat: gateway_pb2.ChatMessages) -> tuple[ChatTurn, ...]:
+    """The turns of a conversation; INVALID_REQUEST naming the path at fault."""
+    if not 0 < len(chat.messages) <= MESSAGES_MAX:
+        raise _invalid("chat.messages", f"must hold 1 to {MESSAGES_MAX} messages")
+    turns: list[ChatTurn] = []
     for index, message in enumerate(chat.messages):
         if message.role not in {role.value for role in Role}:
             raise _invalid(f"chat.messages[{index}].role", "must be system, user or assistant")
@@ -319,16 +319,16 @@ def _completed(event: Completed) -> gateway_pb2.Completed:
         brought=event.brought or "",
         hidden_transfer_share=event.hidden_transfer_share,
     )
-
-
-def _prefix(prefix: PublishedPrefix) -> gateway_pb2.Prefix:
-    message = gateway_pb2.Prefix(
-        id=prefix.prefix_id,
     if event.session is not None:
         mark = event.session
         message.session.id, message.session.generation = mark.session_id, mark.generation
         message.session.refusal = mark.refusal or ""
     return message
+
+
+def _prefix(prefix: PublishedPrefix) -> gateway_pb2.Prefix:
+    message = gateway_pb2.Prefix(
+        id=prefix.prefix_id,
         name=prefix.name,
         model=prefix.model,
         tokens=prefix.tokens,
