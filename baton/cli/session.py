@@ -6,6 +6,7 @@ Owns: the command line's view of `/v1/sessions`. Never does: tokenise.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -79,18 +80,53 @@ def show(
     )
     for message in told["messages"]:
         out.print(f"{message['role']}: {message['content']}", markup=False, highlight=False)
-    for log in told["lineage"]:
-        out.print(_branch(log), markup=False, highlight=False)
+    out.print()
+    for line in _tree(told["lineage"]):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _branch(log: dict[str, Any]) -> str:
-    """One log of the tree, as deep as it stands."""
-    indent = "  " * log["depth"]
+def _tree(lineage: list[dict[str, Any]]) -> list[str]:
+    """The logs of a tree, parents before children: siblings branch off, an only child stands below
+    its parent, so that a long conversation stays as narrow as it is.
+    """
+    parents = _parents(lineage)
+    left = Counter(parents)
+    is_branching = {parent: count > 1 for parent, count in left.items()}
+    trunks: dict[int, str] = {}
+    lines: list[str] = []
+    for index, (log, parent) in enumerate(zip(lineage, parents, strict=True)):
+        trunk = trunks.get(parent, "")
+        left[parent] -= 1
+        branch = ""
+        if parent >= 0 and is_branching[parent]:
+            branch = "├─ " if left[parent] else "└─ "
+        trunks[index] = trunk + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+        lines.append(f"{trunk}{branch}{_log_line(log)}")
+    return lines
+
+
+def _parents(lineage: list[dict[str, Any]]) -> list[int]:
+    """The index of each log's parent, by depth; -1 for roots."""
+    way: list[int] = []
+    parents: list[int] = []
+    for index, log in enumerate(lineage):
+        del way[log["depth"] :]
+        parents.append(way[-1] if way else -1)
+        way.append(index)
+    return parents
+
+
+def _log_line(log: dict[str, Any]) -> str:
+    """What a log is, where it left its parent, which answer it holds and who names it."""
     if log["gone"]:
-        return f"{indent}{log['log_id']}  gone"
-    names = "".join(f"  <- {name}" for name in log["sessions"])
-    at = f" from {log['parent_position']}" if log["parent_log_id"] else ""
-    return f"{indent}{log['log_id']}  {log['tokens']} tokens{at}{names}"
+        return f"{log['log_id']}  gone"
+    parts = [log["log_id"], f"{log['tokens']} tokens"]
+    if log["parent_log_id"]:
+        parts.append(f"from {log['parent_position']}")
+    if log["request_id"]:
+        parts.append(f"answer {log['request_id']}")
+    parts += [f"<- {name}" for name in log["sessions"]]
+    return "  ".join(parts)
 
 
 @app.command()
@@ -131,6 +167,26 @@ def fork(
     body = {} if position is None else {"position": position}
     told = call(GatewayAddress(url=url, api_key=api_key), "POST", _path(session_id, "/fork"), body)
     output().print(told["id"], markup=False, highlight=False)
+
+
+@app.command()
+def truncate(
+    session_id: IdArgument,
+    position: Annotated[int, typer.Argument(min=1, help="Tokens to keep.")],
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """Keep the first tokens of a session; nothing is computed.
+
+    Example: baton session truncate sess-75667a89790c4a28d48517a3 20
+    """
+    path, body = _path(session_id, "/truncate"), {"position": position}
+    told = call(GatewayAddress(url=url, api_key=api_key), "POST", path, body)
+    output().print(
+        f"generation {told['generation']}: {told['tokens']} tokens kept, "
+        f"{told['dropped_tokens']} dropped",
+        highlight=False,
+    )
 
 
 @app.command("rm")

@@ -21,7 +21,7 @@ from services.kvstore.log.recovery import Recovered, recover
 from services.kvstore.log.segments import SegmentWriter
 from services.kvstore.log.writer import LogWriter
 from services.kvstore.state import AckLevel, Phase
-from tests.durability.workload import Seen, State, Step
+from tests.durability.workload import Seen, State, Step, session_view
 
 SMALL_SEGMENT_BYTES: Final = 2048
 RETRY_S: Final = 0.002
@@ -71,7 +71,11 @@ def found_in(scan: LogScan, recovered: Recovered) -> Found:
                 log.generation, tuple(log.tokens), is_sealed=log.phase is not Phase.PREFILL
             )
             for log_id, log in recovered.logs.items()
-        },
+        }
+        | dict(
+            session_view(one.session_id, one.generation, one.log_id, one.position)
+            for one in recovered.sessions
+        ),
         damaged=frozenset(recovered.damaged),
         is_damage_reported=scan.damaged_from is not None or bool(recovered.damaged),
         has_copies=bool(scan.verdict.broken or scan.verdict.foreign),

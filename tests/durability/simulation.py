@@ -145,14 +145,19 @@ def crash(past: Past, rng: random.Random, crashes: int | None, tally: Tally) -> 
 
 
 def run_seed(
-    seed: int, crashes: int | None, tally: Tally, ignored: frozenset[str] = frozenset()
+    seed: int,
+    crashes: int | None,
+    tally: Tally,
+    ignored: frozenset[str] = frozenset(),
+    *,
+    has_sessions: bool = False,
 ) -> None:
     """A life and power cuts in it. Then the same life again, killed at some call, a second life on
     that disk, and power cuts in the second. Flushes that are `ignored` do nothing.
     """
     rng = random.Random(seed)
     tally.seeds += 1
-    script = Script()
+    script = Script(has_sessions=has_sessions)
     script.extend(rng, rng.randint(*RECORDS))
     with scratch() as path:
         disk = SimulatedDisk(path, ignored)

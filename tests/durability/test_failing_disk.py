@@ -84,12 +84,14 @@ def check_disk(disk: SimulatedDisk, script: Script, rng: random.Random) -> None:
             prefix_of(recover_twice(path), script.states, past.acked(end, level))
 
 
-def fail_calls(seeds: Sequence[int]) -> tuple[Counter[str], list[str]]:
+def fail_calls(
+    seeds: Sequence[int], *, has_sessions: bool = False
+) -> tuple[Counter[str], list[str]]:
     """Each call of each seed's life fails in each way: (outcomes, faults)."""
     outcomes: Counter[str] = Counter()
     faults = []
     for seed in seeds:
-        script = Script()
+        script = Script(has_sessions=has_sessions)
         script.extend(random.Random(seed), 14)
         with scratch() as path:
             sites = list(failed_life(path, script, seed, None)[0].sites)

@@ -17,7 +17,9 @@ from baton.sampling_parameters import SamplingParameters
 from services.kvstore.log.fields import AckLevel as RecordAckLevel
 from services.kvstore.log.fields import LogIdentity, PageRef
 from services.kvstore.log.format import Record, RecordAddress
+from services.kvstore.log.living import SESSION_MARK, session_key
 from services.kvstore.log.records import Append, Seal, Take, Truncate
+from services.kvstore.log.session_records import Session
 from services.kvstore.log.state import Open, Parent, Snapshot
 from services.kvstore.log.store_records import Close, CloseReason
 
@@ -35,7 +37,7 @@ class Seen:
 
 
 State = Mapping[bytes, Seen]
-"""Log id to log; closed logs are not in it."""
+"""Log id to log; closed logs are not in it. A session stands under its key (`session_view`)."""
 
 
 class LostAckError(AssertionError):
@@ -62,6 +64,13 @@ def identity() -> LogIdentity:
     )
 
 
+def session_view(
+    session_id: str, generation: int, log_id: bytes, position: int
+) -> tuple[bytes, Seen]:
+    """A session as a reader sees it: its head's log and position in the place of tokens."""
+    return session_key(session_id), Seen(generation, (int.from_bytes(log_id, "big"), position))
+
+
 def log_id_of(number: int) -> bytes:
     """The id of the script's nth log; a guest's logs count from GUEST on."""
     return number.to_bytes(16, "big")
@@ -83,7 +92,8 @@ class Step:
 @dataclass(slots=True)
 class Script:
     """Records in order. `states[k]` is what a reader sees after the first k of them; `tokens`
-    counts the tokens, each of which is its own number.
+    counts the tokens, each of which is its own number. With `has_sessions` some records are of
+    sessions: by id, their generation, head and position.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -91,6 +101,9 @@ class Script:
     logs_ever: int = 0
     tokens: int = 0
     base: State = field(default_factory=dict)
+    has_sessions: bool = False
+    sessions: dict[str, tuple[int, bytes, int]] = field(default_factory=dict)
+    sessions_ever: int = 0
 
     @property
     def states(self) -> list[State]:
@@ -103,11 +116,29 @@ class Script:
 
     def following(self, state: State) -> Script:
         """An empty script that goes on from recovered logs."""
-        return Script(state=dict(state), logs_ever=self.logs_ever, base=dict(state))
+        logs = {key: seen for key, seen in state.items() if not key.startswith(SESSION_MARK)}
+        sessions = {
+            key.removeprefix(SESSION_MARK).decode(): (
+                seen.generation,
+                seen.tokens[0].to_bytes(16, "big"),
+                seen.tokens[1],
+            )
+            for key, seen in state.items()
+            if key.startswith(SESSION_MARK)
+        }
+        return Script(
+            state=logs,
+            logs_ever=self.logs_ever,
+            base=dict(state),
+            has_sessions=self.has_sessions,
+            sessions=sessions,
+            sessions_ever=self.sessions_ever,
+        )
 
     def _put(self, record: Record, log_id: bytes, generation: int, position: int) -> None:
         address = RecordAddress(log_id=log_id, generation=generation, position=position)
-        self.steps.append(Step(record, address, dict(self.state)))
+        named = (session_view(key, *head) for key, head in self.sessions.items())
+        self.steps.append(Step(record, address, {**self.state, **dict(named)}))
 
     # --- the operations -----------------------------------------------------------------------
 
@@ -191,8 +222,36 @@ class Script:
             if seen.is_sealed:
                 self.snapshot(log_id)
 
+    def name(self, session_id: str, log_id: bytes, position: int) -> None:
+        """A new session, or an edit of one: it names another head from here on."""
+        generation = self.sessions.get(session_id, (0, b"", 0))[0] + 1
+        self.sessions[session_id] = (generation, log_id, position)
+        self._tell(session_id)
+
+    def _tell(self, session_id: str, *, is_deleted: bool = False) -> None:
+        """A session's record, as it is."""
+        generation, log_id, position = self.sessions[session_id]
+        if is_deleted:
+            del self.sessions[session_id]
+        record = Session(
+            session_id=session_id,
+            tenant="acme",
+            generation=generation,
+            created_wall_ms=1,
+            expires_wall_ms=1_000_000,
+            ttl_s=60,
+            is_deleted=is_deleted,
+        )
+        self._put(record, log_id, self.state[log_id].generation, position)
+
+    def _named(self, log_id: bytes) -> dict[str, int]:
+        """Sessions whose head is a log, and where."""
+        return {key: head[2] for key, head in self.sessions.items() if head[1] == log_id}
+
     def close(self, log_id: bytes) -> None:
-        """The log's end."""
+        """The log's end, and before it that of the sessions that name it."""
+        for session_id in self._named(log_id):
+            self._tell(session_id, is_deleted=True)
         seen = self.state.pop(log_id)
         self._put(Close(reason=CloseReason.DELETED), log_id, seen.generation, len(seen.tokens))
 
@@ -216,7 +275,12 @@ class Script:
         if rng.random() < 0.04:
             self.compact()
             return
+        if self.has_sessions and rng.random() < 0.4:
+            self._change_session(rng, log_id)
+            return
         kind, position = rng.random(), rng.randint(2, len(self.state[log_id].tokens))
+        # What a session names is not cut away.
+        position = max([position, *self._named(log_id).values()])
         if kind < 0.7:
             self.append(log_id)
         elif kind < 0.78:
@@ -229,6 +293,18 @@ class Script:
             self.snapshot(log_id)
         else:
             self.close(log_id)
+
+    def _change_session(self, rng: random.Random, log_id: bytes) -> None:
+        """A session is made, edited, told again (as compaction does) or deleted."""
+        kind, names = rng.random(), list(self.sessions)
+        position = rng.randint(1, len(self.state[log_id].tokens))
+        if not names or kind < 0.25:
+            self.sessions_ever += 1
+            self.name(f"sess-{self.sessions_ever}", log_id, position)
+        elif kind < 0.75:
+            self.name(rng.choice(names), log_id, position)
+        else:
+            self._tell(rng.choice(names), is_deleted=kind > 0.9)
 
 
 def appends_only(logs: int, records: int) -> Script:

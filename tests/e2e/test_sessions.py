@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -61,7 +62,18 @@ def test_an_edited_turn_is_answered_as_if_it_had_been_said_so(client_f32: httpx.
 def test_an_edit_leaves_the_shared_system_prompt_alone(client_f32: httpx.Client) -> None:
     """C75: cuts into and up to the shared block change nothing for others that share it."""
     want = chat(client_f32, messages=[SYSTEM, user("What do bees make?")])
+    for count in range(1, 21):
+        messages = [SYSTEM, user("draft " * count)]
+        drafted = client_f32.post(
+            "/v1/chat/completions",
+            json={**ASK, "messages": messages, "max_tokens": 1},
+            headers={"X-Session": "s"},
+        )
+        assert drafted.status_code == 200, drafted.text
     shared = client_f32.post("/tokenize", json={"messages": [SYSTEM, user("")]}).json()["count"]
+    nothing = made(client_f32, {"from": want["id"]})
+    cut = client_f32.post(f"/v1/sessions/{nothing['id']}/truncate", json={"position": 0})
+    assert (cut.status_code, cut.json()["error"]["param"]) == (400, "position")
     for position in (1, shared - 12, shared - 1, shared, shared + 1):
         session = made(client_f32, {"from": want["id"]})
         path = f"/v1/sessions/{session['id']}"
@@ -73,6 +85,77 @@ def test_an_edit_leaves_the_shared_system_prompt_alone(client_f32: httpx.Client)
     again = chat(client_f32, messages=[SYSTEM, user("What do bees make?")])
     assert again["choices"][0]["token_ids"] == want["choices"][0]["token_ids"]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "start", "replacement", "becomes"),
+    [
+        ("我住在巴黎,喜欢🍎和🍐。", "巴黎", "柏林", "我住在柏林,喜欢🍎和🍐。"),
+        ("我住在巴黎,喜欢🍎和🍐。", "🍎和", "", "我住在巴黎,喜欢🍐。"),
+        ("Family 👩‍👩‍👧‍👦 of four", "👩‍👩‍👧‍👦", "👨‍👩‍👧", "Family 👨‍👩‍👧 of four"),
+        ("flags 🇫🇷🇩🇪", "🇩🇪", "🇮🇹 et é", "flags 🇫🇷🇮🇹 et é"),
+    ],
+)
+def test_an_edit_by_text_holds_in_every_script(
+    client_f32: httpx.Client, said: str, start: str, replacement: str, becomes: str
+) -> None:
+    """The session then reads, and is tokenised, as if it had been said so."""
+    session = made(client_f32, {"messages": [SYSTEM, user(said)]})
+    path = f"/v1/sessions/{session['id']}"
+    edit = {"start": {"text": start}, "replacement": replacement, "generation": 1}
+    edited = client_f32.post(f"{path}/edit", json=edit)
+    assert edited.status_code == 200, edited.text
+    assert client_f32.get(path).json()["messages"][1]["content"] == becomes
+    told = chat(client_f32, session=session["id"], max_tokens=4)
+    fresh = client_f32.post(
+        "/v1/chat/completions",
+        json={**ASK, "messages": [SYSTEM, user(becomes)], "max_tokens": 4},
+        headers={"X-Cache": "off"},
+    ).json()
+    assert told["prompt_token_ids"] == fresh["prompt_token_ids"]
+    assert told["choices"][0]["token_ids"] == fresh["choices"][0]["token_ids"]
+
+
+def test_a_session_changed_meanwhile_is_not_made_to_forget_it(client_f32: httpx.Client) -> None:
+    """The answer stands under its id; the mark says why the session does not name it."""
+    first = chat(client_f32, messages=[user("Name a river.")])
+    session = made(client_f32, {"from": first["id"]})
+    path = f"/v1/sessions/{session['id']}"
+    body = {**ASK, "session": session["id"], "messages": [user("Another.")], "stream": True}
+    body["max_tokens"] = 40
+    marks: list[dict[str, Any]] = []
+    answers: list[str] = []
+    with client_f32.stream("POST", "/v1/chat/completions", json=body) as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if not answers:
+                cut = client_f32.post(f"{path}/truncate", json={"position": 5})
+                assert cut.status_code == 200, cut.text
+            answers.append(event["id"])
+            if "session" in event.get("baton", {}):
+                marks.append(event["baton"]["session"])
+    assert [mark["refusal"] for mark in marks] == ["STALE_GENERATION"]
+    shown = client_f32.get(path).json()
+    assert (shown["generation"], shown["tokens"]) == (2, 5)
+    told = chat(client_f32, previous_response_id=answers[0], messages=[user("And?")])
+    assert told["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"]
+
+
+def test_a_history_is_gone_on_with_without_the_cache_too(client_f32: httpx.Client) -> None:
+    """X-Cache: off computes all of it; the tokens are the same."""
+    first = chat(client_f32, messages=[user("Name a mountain.")])
+    body = {**ASK, "previous_response_id": first["id"], "messages": [user("Another.")]}
+    off, on = (
+        client_f32.post("/v1/chat/completions", json=body, headers=headers).json()
+        for headers in ({"X-Cache": "off"}, {})
+    )
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (off, on)]
+    assert cached[0] == 0
+    assert cached[1] >= first["usage"]["prompt_tokens"]
+    assert off["prompt_token_ids"] == on["prompt_token_ids"]
+    assert off["choices"][0]["token_ids"] == on["choices"][0]["token_ids"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ COMMANDS = (
     ["chat"], ["doctor"], ["health"], ["version"], ["models", "pull"], ["models", "list"],
     ["models", "verify"], ["prefix", "publish"], ["prefix", "list"], ["prefix", "delete"],
     ["session", "ls"], ["session", "show"], ["session", "edit"], ["session", "fork"],
-    ["session", "rm"],
+    ["session", "truncate"], ["session", "rm"],
 )  # fmt: skip
 
 

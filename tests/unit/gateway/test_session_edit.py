@@ -69,6 +69,60 @@ def test_an_edit_equals_tokenising_the_new_conversation(
     assert edited(model, ids_of(model, TURNS), order) == ids_of(model, turns)
 
 
+WIDE = (
+    ChatTurn(role=Role.SYSTEM, content="你是一个简洁的助手。"),
+    ChatTurn(role=Role.USER, content="我家有👩‍👩‍👧‍👦和🐱,巴黎在哪里?é e\u0301"),
+    ChatTurn(role=Role.ASSISTANT, content="在法国 🇫🇷。"),
+)
+"""Three bytes a character, four, several code points that are one sign, two spellings of é."""
+
+
+@pytest.mark.parametrize(
+    ("index", "start", "end", "text", "content"),
+    [
+        (1, "巴黎", None, "罗马", "我家有👩‍👩‍👧‍👦和🐱,罗马在哪里?é e\u0301"),
+        (1, "👩‍👩‍👧‍👦", None, "🐶", "我家有🐶和🐱,巴黎在哪里?é e\u0301"),
+        (1, "👧", None, "👦", "我家有👩‍👩‍👦‍👦和🐱,巴黎在哪里?é e\u0301"),
+        (1, "和🐱", "在哪", "🦊", "我家有👩‍👩‍👧‍👦🦊里?é e\u0301"),
+        (1, "é", None, "è", "我家有👩‍👩‍👧‍👦和🐱,巴黎在哪里?è e\u0301"),
+        (1, "e\u0301", None, "", "我家有👩‍👩‍👧‍👦和🐱,巴黎在哪里?é "),
+        (2, "🇫🇷", None, "🇮🇹", "在法国 🇮🇹。"),
+        (0, "简洁的", None, "", "你是一个助手。"),
+    ],
+)
+def test_text_anchors_hold_in_every_script(
+    model: ServedModel, index: int, start: str, end: str | None, text: str, content: str
+) -> None:
+    """To the character, as tokenising the whole new conversation would have it."""
+    order = EditOrder(
+        start=Anchor(text=start), end=None if end is None else Anchor(text=end), text=text
+    )
+    turn = ChatTurn(role=WIDE[index].role, content=content)
+    want = ids_of(model, (*WIDE[:index], turn, *WIDE[index + 1 :]))
+    assert edited(model, ids_of(model, WIDE), order) == want
+
+
+def test_every_byte_of_a_message_is_an_edge_or_says_where_the_edges_are(
+    model: ServedModel,
+) -> None:
+    """What is inserted at an edge stands there; inside a character nothing is."""
+    ids, content = ids_of(model, WIDE), WIDE[1].content
+    edges = [len(content[:at].encode()) for at in range(len(content) + 1)]
+    for byte in range(len(content.encode()) + 1):
+        order = EditOrder(start=Anchor(message=1, byte=byte), end=None, text="+")
+        if byte in edges:
+            at = edges.index(byte)
+            turn = ChatTurn(role=Role.USER, content=f"{content[:at]}+{content[at:]}")
+            assert edited(model, ids, order) == ids_of(model, (WIDE[0], turn, WIDE[2]))
+            continue
+        with pytest.raises(ServiceError) as caught:
+            edited(model, ids, order)
+        before = max(edge for edge in edges if edge < byte)
+        behind = min(edge for edge in edges if edge > byte)
+        assert caught.value.field == "start"
+        assert caught.value.message.endswith(f"the character's edge, {before} or {behind}")
+
+
 def test_token_ids_come_exactly_where_they_are_put(model: ServedModel) -> None:
     """Every range of a history, by token."""
     ids = ids_of(model, TURNS)
@@ -79,28 +133,45 @@ def test_token_ids_come_exactly_where_they_are_put(model: ServedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "field"),
+    ("order", "field", "remedy"),
     [
-        (EditOrder(start=Anchor(token=4), end=Anchor(token=2), text=""), "start"),
-        (EditOrder(start=Anchor(token=4), end=Anchor(token=4000), text=""), "end"),
-        (EditOrder(start=Anchor(token=4), end=Anchor(message=1), text=""), "end"),
-        (EditOrder(start=Anchor(text="nowhere"), end=None, text=""), "start"),
-        (EditOrder(start=Anchor(text="l"), end=None, text=""), "start"),
-        (EditOrder(start=Anchor(text="Yes"), end=Anchor(text="terse"), text=""), "end"),
-        (EditOrder(start=Anchor(message=1, byte=2), end=None, text=""), "start"),
-        (EditOrder(start=Anchor(message=7), end=None, text=""), "start"),
+        (EditOrder(start=Anchor(token=4), end=Anchor(token=2), text=""), "start", "swap the two"),
+        (EditOrder(start=Anchor(token=4), end=Anchor(token=4000), text=""), "end", "give 0 to"),
+        (EditOrder(start=Anchor(token=4), end=Anchor(message=1), text=""), "end",
+         "of the same kind as start"),
+        (EditOrder(start=Anchor(text="nowhere"), end=None, text=""), "start",
+         "as reading the session shows it"),
+        (EditOrder(start=Anchor(text="l"), end=None, text=""), "start",
+         "give more of what is around it"),
+        (EditOrder(start=Anchor(text=""), end=None, text=""), "start", "give what stands there"),
+        (EditOrder(start=Anchor(text="Yes"), end=Anchor(text="terse"), text=""), "end",
+         "edit within one message"),
+        (EditOrder(start=Anchor(text="world"), end=Anchor(text="🍎"), text=""), "start",
+         "swap the two"),
+        (EditOrder(start=Anchor(message=1, byte=2), end=None, text=""), "start",
+         "the character's edge, 1 or 3"),
+        (EditOrder(start=Anchor(message=1, byte=99), end=None, text=""), "start", "give 0 to 28"),
+        (EditOrder(start=Anchor(message=7), end=None, text=""), "start", "give 0 to 2"),
+        (EditOrder(start=Anchor(message=7), end=Anchor(message=8), turns=()), "start",
+         "give 0 to 3"),
+        (EditOrder(start=Anchor(message=2), end=Anchor(message=1), turns=()), "start",
+         "swap the two"),
+        (EditOrder(start=Anchor(message=1), end=Anchor(message=2), text="x"), "replacement",
+         "leave end out"),
         (EditOrder(start=Anchor(token=1), end=None, token_ids=(1 << 30,)),
-         "replacement.token_ids[0]"),
-        (EditOrder(start=Anchor(text="Yes"), end=None, token_ids=(1,)), "replacement"),
+         "replacement.token_ids[0]", "must be a token id below"),
+        (EditOrder(start=Anchor(text="Yes"), end=None, token_ids=(1,)), "replacement",
+         "only where start and end are token positions"),
     ],
 )  # fmt: skip
-def test_a_bad_range_is_refused_naming_its_end(
-    model: ServedModel, order: EditOrder, field: str
+def test_a_bad_range_is_refused_naming_its_end_and_what_to_do(
+    model: ServedModel, order: EditOrder, field: str, remedy: str
 ) -> None:
     """Behind the end, turned round, not found, found twice, inside a character."""
     with pytest.raises(ServiceError) as caught:
         edited(model, ids_of(model, TURNS), order)
     assert caught.value.field == field
+    assert remedy in caught.value.message, caught.value.message
 
 
 def test_a_next_turn_keeps_every_id_and_reads_as_the_whole_conversation(
