@@ -5,8 +5,8 @@ Owns the glue between the registry's records and the pure router and policy. No 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from baton.errors import Reason, ServiceError
@@ -16,6 +16,7 @@ from services.gateway.hub import WorkerHub
 from services.gateway.legs import Plan
 from services.gateway.policy import PairFacts, Placement, PlacementDecision, PrefillMode, place
 from services.gateway.registry import WorkerRecord, WorkerRole
+from services.gateway.reuse import ReuseHints
 from services.gateway.router import (
     DecodeCandidate,
     PrefillCandidate,
@@ -29,16 +30,23 @@ ASSUMED_TOKEN_RATE: Final = 500.0
 
 NO_WORKER_RETRY_S: Final = 1.0
 
+WARM_TOKENS_MIN: Final = 64
+"""Cached tokens that a decode worker's node must have more than another's to be preferred."""
+
+WARM_SLACK: Final = 0.25
+"""How much fuller such a worker may be than the least busy one, in batches."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What is planned: the prompt's length, runs of workers (id, incarnation) not to use, whether
-    remote is out.
+    remote is out, and how many of its tokens each kvstore is thought to have, by address.
     """
 
     prompt_tokens: int
     excluded_runs: Collection[tuple[str, int]] = ()
     is_local_only: bool = False
+    cached: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +75,7 @@ class Planner:
         self._ttft_budget_s = rules.ttft_budget_s
         self._prefill_queue_max = rules.prefill_queue_max
         self._assignments = Assignments()
+        self.reuse = ReuseHints()
         hub.on_heard(lambda record: self._assignments.heard(record.worker_id))
 
     def assignment(self) -> Assignment:
@@ -92,7 +101,7 @@ class Planner:
             raise self._refused(decision)
         if decision.placement is Placement.REMOTE:
             return self._remote(roomy, request, decision)
-        return self._local(decodes, decision)
+        return self._local(decodes, request, decision)
 
     def decode_for(
         self, kvstore_address: str | None, like: WorkerRecord, excluded: Collection[str]
@@ -189,7 +198,7 @@ class Planner:
         request: PlanRequest,
         decision: PlacementDecision,
     ) -> Plan:
-        candidates = {p.worker_id: self._prefill_candidate(p) for p, _ in pairs}
+        candidates = {p.worker_id: self._prefill_candidate(p, request) for p, _ in pairs}
         chosen = choose_prefill(
             candidates.values(), request.prompt_tokens, self._ttft_budget_s
         ) or min(
@@ -202,11 +211,34 @@ class Planner:
             raise _full()
         return Plan(decode=decode, prefill=prefill, decision=decision)
 
-    def _local(self, decodes: list[WorkerRecord], decision: PlacementDecision) -> Plan:
+    def _local(
+        self, decodes: list[WorkerRecord], request: PlanRequest, decision: PlacementDecision
+    ) -> Plan:
         decode = self._least_busy(decodes)
         if decode is None:
             raise _full()
+        decode = self._warmer(decodes, request, decode)
         return Plan(decode=decode, prefill=None, decision=decision)
+
+    def _warmer(
+        self, decodes: list[WorkerRecord], request: PlanRequest, least_busy: WorkerRecord
+    ) -> WorkerRecord:
+        """A worker whose node has much more of the prompt, unless it is much busier: a beginning
+        that everybody shares must not bring all of them to one node.
+        """
+        most = max(request.cached.get(one.kvstore_address, 0) for one in decodes)
+        if most - request.cached.get(least_busy.kvstore_address, 0) < WARM_TOKENS_MIN:
+            return least_busy
+        warm = self._least_busy(
+            [one for one in decodes if request.cached.get(one.kvstore_address, 0) == most]
+        )
+        if warm is None or self._batches(warm) > self._batches(least_busy) + WARM_SLACK:
+            return least_busy
+        return warm
+
+    def _batches(self, record: WorkerRecord) -> float:
+        """A decode worker's sequences, in batches of its own."""
+        return self._assignments.sequences(record) / max(1, record.load.active_max)
 
     def _least_busy(
         self, records: list[WorkerRecord], near: str | None = None
@@ -230,11 +262,12 @@ class Planner:
             is_local=near is None or record.kvstore_address == near,
         )
 
-    def _prefill_candidate(self, record: WorkerRecord) -> PrefillCandidate:
+    def _prefill_candidate(self, record: WorkerRecord, request: PlanRequest) -> PrefillCandidate:
         return PrefillCandidate(
             worker_id=record.worker_id,
             queued_tokens=self._assignments.tokens(record),
             token_rate=record.load.token_rate or ASSUMED_TOKEN_RATE,
+            cached_tokens=request.cached.get(record.kvstore_address, 0),
         )
 
     def _refused(self, decision: PlacementDecision) -> ServiceError:

@@ -12,7 +12,8 @@ bounded: a request that kills whoever computes its next token must not take the 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -79,8 +80,16 @@ class Loss:
 class Recovery:
     """What one request may still try."""
 
-    def __init__(self, parts: SequenceParts, request_id: str, prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        parts: SequenceParts,
+        request_id: str,
+        prompt_tokens: int,
+        cached: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """`cached`: tokens of the prompt that each kvstore should have now, by address."""
         self._parts = parts
+        self._cached = cached
         self._request_id = request_id
         self._search = PlanRequest(prompt_tokens=prompt_tokens)
         self._since_s: float | None = None
@@ -115,10 +124,12 @@ class Recovery:
         """The plan of the next attempt; after a fault it is waited for, and while the worker that
         could serve is only in doubt.
         """
+        self._search = replace(self._search, cached=self._cached())
         plan = self._plan_now() if self._since_s is None else await self._plan_soon()
         if plan is None:
             plan = await self._plan_soon()
-        self._assignment.planned(plan, self._search.prompt_tokens)
+        cached = self._search.cached.get(plan.kvstore_address, 0)
+        self._assignment.planned(plan, max(self._search.prompt_tokens - cached, 0))
         return plan
 
     def prefilled(self) -> None:
@@ -199,9 +210,7 @@ class Recovery:
         search = self._search
         runs = {*search.excluded_runs, (culprit.worker_id, culprit.incarnation)}
         for is_local_only in (search.is_local_only, True):
-            probe = PlanRequest(
-                prompt_tokens=search.prompt_tokens, excluded_runs=runs, is_local_only=is_local_only
-            )
+            probe = replace(search, excluded_runs=runs, is_local_only=is_local_only)
             try:
                 self._parts.planner.plan(probe)
             except ServiceError:
@@ -210,7 +219,7 @@ class Recovery:
             return
         if not may_return:
             # Nobody else: the same worker, restarted, will have another incarnation.
-            self._search = PlanRequest(prompt_tokens=search.prompt_tokens, excluded_runs=runs)
+            self._search = replace(search, excluded_runs=runs, is_local_only=False)
 
     async def until_silent(self, worker: WorkerRecord) -> None:
         """Raises WORKER_LOST when this run of the worker counts as dead; never returns."""

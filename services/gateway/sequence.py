@@ -43,6 +43,7 @@ from services.gateway.moving import Brought, LogMover
 from services.gateway.opening import LogOpener, SequenceParts
 from services.gateway.recovery import RESUMABLE, Loss, Recovery
 from services.gateway.request import SequenceRequest
+from services.gateway.reuse import RequestReuse
 from services.gateway.side_by_side import together, watched
 from services.gateway.timing import Timeline
 
@@ -85,7 +86,10 @@ class Sequence:
         self._timeline = Timeline(parts.clock, request.stage_seconds, request.ready_s)
         self._opener = LogOpener(parts, request, self._timeline)
         self._mover = LogMover(parts, self._opener)
-        self._recovery = Recovery(parts, request.request_id, len(request.prompt.token_ids))
+        self._reuse = RequestReuse(parts.planner.reuse, request)
+        self._recovery = Recovery(
+            parts, request.request_id, len(request.prompt.token_ids), self._reuse.expected
+        )
 
     async def run(self) -> None:
         """To the end of the answer; raises ServiceError when there is no (more) answer."""
@@ -126,6 +130,7 @@ class Sequence:
         await faults.reach("gateway.before_open")
         with self._timeline.stage(OPEN):
             leg = await self._opener.open(plan)
+        self._reuse.opened(plan.kvstore_address, leg.cached_tokens)
         is_complete = False
         try:
             with span("announce"):
@@ -164,6 +169,7 @@ class Sequence:
         self._timeline.prefilled(None, sealed.stage_seconds, sealed.total_s)
         self._recovery.prefilled()
         leg.is_running, leg.is_sealed = False, True
+        self._reuse.sealed(leg.home)
         self._progress.exactness = sealed.exactness
         leg.cached_tokens = sealed.usage.cached_tokens
         if sealed.first is None:
@@ -211,7 +217,10 @@ class Sequence:
 
     async def _bring(self, leg: Leg) -> None:
         """The log comes to the decode worker's kvstore, or one with the same tokens does."""
+        before = leg.home
         brought = await self._mover.bring(leg, self._progress.token_ids)
+        if leg.home != before:
+            self._reuse.moved(before, leg.home, leg.cached_tokens)
         progress = self._progress
         progress.brought = brought
         progress.is_recomputed = progress.is_recomputed or brought.is_recomputed
@@ -375,6 +384,7 @@ class Sequence:
         if finish in (FinishReason.CANCELLED, FinishReason.ERROR):
             raise ServiceError(Reason.CANCELLED, f"the worker ended the answer as {finish.value}")
         assert progress.first_token_s is not None
+        self._reuse.ended(leg.home, progress.token_ids)
         prompt_tokens = len(self._request.prompt.token_ids)
         usage = TokenUsage(
             prompt_tokens=prompt_tokens,

@@ -119,6 +119,16 @@ def first_token_headers(first: FirstToken) -> dict[str, str]:
     }
 
 
+def answer_headers(completed: Completed) -> dict[str, str]:
+    """The same once the answer is complete: its KV may have been computed again on the way."""
+    return {
+        "x-serving-mode": completed.mode.value,
+        "x-baton-exactness": completed.exactness.value,
+        "x-baton-kv-source": completed.kv_source.value,
+        "x-baton-cached-tokens": str(completed.usage.cached_tokens),
+    }
+
+
 @dataclass(slots=True)
 class Choice:
     """One sequence being collected for a whole answer."""

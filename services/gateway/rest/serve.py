@@ -22,6 +22,7 @@ from services.gateway.rest.answer import (
     AnswerShape,
     Choice,
     UsageTally,
+    answer_headers,
     first_token_headers,
 )
 from services.gateway.rest.errors import body_of
@@ -142,6 +143,9 @@ class _Exchange:
             if isinstance(item.event, TokenDelta):
                 self._sent(item.index)
             choices[item.index].note(self._noted(item))
+        completed = choices[0].completed
+        assert completed is not None
+        headers = {**headers, **answer_headers(completed)}
         with span("respond"):
             body = self._served.shape.whole(choices, self._usage.body())
             await send_json(self._send, body, headers=headers)
