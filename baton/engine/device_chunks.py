@@ -2,18 +2,20 @@
 
 Owns the stages of a chunk between the compute thread and the packing thread: earlier KV comes up
 from the arena (host memory, pinned buffer, device), the chunk is computed over device slots, and
-its KV goes down (device, pinned buffer, arena). A copy is asked for in the compute thread, which
-never waits for one, and waited for where the chunk is packed. Never commits anything.
+its KV goes down (device, pinned buffer, arena). A copy is asked for in the compute thread and
+waited for where the chunk is packed, or in the compute thread where there is no room before it has
+landed. Never commits anything.
 
-Invariants: a chunk's slots keep their bytes until it has landed or its prompt is forgotten; only
-the positions that a chunk computed are written to the arena.
+Invariants: no thread waits for what another one has yet to begin; a chunk's slots keep their bytes
+until it has landed or its prompt is forgotten; only the positions that a chunk computed are written
+to the arena.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final, Protocol
 
@@ -25,6 +27,7 @@ from baton.engine.chunk_lanes import HostPages, Lane, open_lane
 from baton.engine.device_slots import DeviceSlots, Resident
 from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.transformer import Transformer
+from baton.errors import ServiceError
 from baton.kv.layout import copy_slots, page_view
 
 LANES: Final = 4
@@ -42,17 +45,22 @@ class HostArena(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Flight:
-    """A computed chunk, positions [first, end), that has not landed: row i of its copy is device
+    """A computed chunk of `owner`, positions [first, end), on its way: row i of its copy is device
     slot `slots[i]` and goes to arena page `pages[i]`. `lane` None: its copy was not begun.
+
+    `ending` is held by whoever ends it, once.
     """
 
+    owner: int
     slots: tuple[int, ...]
     pages: tuple[int, ...]
     first: int
     end: int
     lane: Lane | None
+    ending: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
 
     def rows(self, block_tokens: int) -> Iterator[tuple[int, int, int]]:
         """For each page: its number, and the slots [first, end) of it that the chunk computed."""
@@ -128,28 +136,22 @@ class DeviceChunks:
     def land(self, owner: int, first_position: int) -> None:
         """Returns when the KV of the owner's chunk at that position is in the arena."""
         with self._lock:
-            flight = self._flights.pop((owner, first_position))
+            flight = self._flights[owner, first_position]
         try:
-            if flight.lane is None:
-                self._land_late(flight)
-            else:
-                flight.lane.wait()
-                self._put(flight, flight.lane.host)
+            self._end(flight, is_wanted=True)
         finally:
-            self._landed(owner, flight)
+            with self._lock:
+                del self._flights[owner, first_position]
 
     def forget(self, owner: int) -> None:
         """The prompt is over: what has not landed is dropped, its slots are free."""
         with self._lock:
-            keys = [key for key in self._flights if key[0] == owner]
-            flights = [self._flights.pop(key) for key in keys]
-        for flight in flights:
-            try:
-                if flight.lane is not None:
-                    flight.lane.wait()
-            finally:
-                self._landed(owner, flight)
+            flights = {key: one for key, one in self._flights.items() if key[0] == owner}
+        for flight in flights.values():
+            self._end(flight, is_wanted=False)
         with self._lock:
+            for key in flights:
+                del self._flights[key]
             self._slots.forget(owner)
 
     def remap(self, arena: HostArena) -> None:
@@ -160,7 +162,8 @@ class DeviceChunks:
         """For tests and idle moments."""
         with self._lock:
             self._slots.check_invariants()
-            flying = sum(flight.lane is not None for flight in self._flights.values())
+            under_way = [one for one in self._flights.values() if not one.is_over]
+            flying = sum(flight.lane is not None for flight in under_way)
             assert flying + len(self._lanes) == self._lane_count
 
     def _open_lane(self) -> Lane:
@@ -168,12 +171,27 @@ class DeviceChunks:
 
     def _placed(self, owner: int, chunk: PromptChunk, kept: Sequence[int]) -> PromptChunk:
         """The chunk over device slots, which hold all KV before it."""
-        with self._lock:
-            resident = self._slots.reach(owner, chunk.end, kept)
+        resident = self._room(owner, chunk.end, kept)
         if resident.valid_end < chunk.first_position:
             self._bring_up(resident, chunk)
             resident.valid_end = chunk.first_position
         return replace(chunk, page_table=tuple(resident.slots))
+
+    def _room(self, owner: int, end: int, kept: Sequence[int]) -> Resident:
+        """Slots for the owner's positions [0, end); where there are too few, others land first."""
+        while True:
+            with self._lock:
+                try:
+                    return self._slots.reach(owner, end, kept)
+                except ServiceError:
+                    waiting = [
+                        flight
+                        for (other, _), flight in self._flights.items()
+                        if other not in kept and not flight.is_over
+                    ]
+                    if not waiting:
+                        raise
+            self._end(waiting[0], is_wanted=True)
 
     def _bring_up(self, resident: Resident, chunk: PromptChunk) -> None:
         first = resident.valid_end // self._block_tokens
@@ -195,6 +213,7 @@ class DeviceChunks:
             fits = end - first <= self._lane_pages
             lane = self._lanes.pop() if fits and self._lanes else None
             flight = _Flight(
+                owner=owner,
                 slots=tuple(resident.slots[first:end]),
                 pages=tuple(chunk.page_table[first:end]),
                 first=chunk.first_position,
@@ -206,6 +225,25 @@ class DeviceChunks:
             self._flights[owner, chunk.first_position] = flight
         if lane is not None:
             lane.start_down(flight.slots)
+
+    def _end(self, flight: _Flight, *, is_wanted: bool) -> None:
+        """Returns when the flight is over: landed, by whoever came first, or dropped."""
+        with flight.ending:
+            if flight.is_over:
+                return
+            try:
+                if flight.lane is not None:
+                    flight.lane.wait()
+                    if is_wanted:
+                        self._put(flight, flight.lane.host)
+                elif is_wanted:
+                    self._land_late(flight)
+            finally:
+                with self._lock:
+                    flight.is_over = True
+                    self._slots.of(flight.owner).flights -= 1
+                    if flight.lane is not None:
+                        self._lanes.append(flight.lane)
 
     def _land_late(self, flight: _Flight) -> None:
         """Copy down by the spare lane, piece by piece."""
@@ -232,9 +270,3 @@ class DeviceChunks:
         """The content of an arena page [page_bytes], writable."""
         page = self._arena.page(number)
         return np.frombuffer(page, dtype=np.uint8, count=self._geometry.page_bytes)
-
-    def _landed(self, owner: int, flight: _Flight) -> None:
-        with self._lock:
-            self._slots.of(owner).flights -= 1
-            if flight.lane is not None:
-                self._lanes.append(flight.lane)

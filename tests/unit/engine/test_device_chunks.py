@@ -195,6 +195,23 @@ def test_what_had_to_give_way_comes_up_again(path: Path, device: str) -> None:
     bench.chunks.check_invariants()
 
 
+def test_what_is_in_flight_lands_before_it_gives_way(path: Path, device: str) -> None:
+    """Its only copy is in the slots that another prompt needs; whoever packs it finds it landed."""
+    bench = Bench(path, device, KvDtype.F32, 3)
+    for owner, table in enumerate(([0, 8], [1, 9], [2, 10])):
+        chunk = chunks_of(tokens_of(32, owner), owner, table)[0]
+        expected = bench.plain.prefill_batch([chunk])
+        bench.same(bench.chunks.prefill_batch([chunk])[0], expected[0])
+        bench.chunks.check_invariants()
+    bench.same_pages([0, 8], 32)
+    bench.chunks.land(1, 0)
+    bench.chunks.forget(0)
+    bench.chunks.land(2, 0)
+    bench.same_pages([2, 10], 32)
+    bench.chunks.check_invariants()
+    assert bench.chunks.in_flight == 0
+
+
 def test_what_does_not_fit_is_refused_and_nothing_stays(path: Path, device: str) -> None:
     """A pass over all of device memory: refused whole, so that its chunks are tried one by one."""
     bench = Bench(path, device, KvDtype.F32, 3)
