@@ -3,7 +3,7 @@
 Two kvstores in two network namespaces, the link between them capped at 1 Gbit/s and at 100 Mbit/s;
 a log of 1,000 tokens and 12.3 MB of KV, prefilled in chunks of 256 at about 850 tokens a second.
 `followed` lets the coming home copy meanwhile, as requests do; `at once` copies after the move
-began. Beside them what the link alone needs for the bytes. Needs root, `ip`, `tc` and `iptables`;
+began. Beside them what the link alone needs for the bytes. Needs root, `ip` and `tc`;
 without them nothing is measured, and that is said.
 """
 

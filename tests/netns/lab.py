@@ -1,7 +1,8 @@
 """Two kvstores in two network namespaces, joined by one link that can be capped, cut and healed.
 
-Owns the namespaces and their end. Needs root, `ip`, `tc` and `iptables`; `missing_tools` says what
-is not there. The test itself reaches each store over a link of its own, which is never touched.
+Owns the namespaces and their end. Needs root, `ip` and `tc`; `missing_tools` says what is not
+there. The test itself reaches each side over a link of its own, which is never touched; so does a
+gateway, also where it calls a store by the address that the other store knows.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from baton.testing.tiny_models import TinyModel, write_directory
 from baton.text.bundle import TextBundle
 from tests.integration.kvstore.harness import BLOCK, Model, StoreProcess, ready_at
 
-TOOLS: Final = ("ip", "tc", "iptables")
+TOOLS: Final = ("ip", "tc")
 COMMAND_TIMEOUT_S: Final = 10.0
 ARENA_BYTES: Final = 64 << 20
 PORT: Final = 7411
 SIDES: Final = ("a", "b")
+NOBODY: Final = "02:00:00:00:00:fe"
+"""A hardware address that no device here has."""
+
 SHAPE: Final = TinyModel(
     layers=6, hidden=256, heads=4, kv_heads=4, head_dim=64, intermediate=256, max_context=2048
 )
@@ -41,7 +45,7 @@ def missing_tools() -> str | None:
         return "network namespaces need root"
     absent = [name for name in TOOLS if shutil.which(name) is None]
     if absent:
-        return f"not installed: {', '.join(absent)} (Debian: iproute2, iptables)"
+        return f"not installed: {', '.join(absent)} (Debian: iproute2)"
     probe = subprocess.run(
         ["ip", "netns", "add", f"bt{os.getpid()}p"],
         capture_output=True,
@@ -95,13 +99,15 @@ class Network:
             self.inside(side, "tc", "qdisc", "del", "dev", "peer", "root")
 
     def cut(self) -> None:
-        """Packets vanish without a word, both ways."""
-        for chain, flag in (("INPUT", "-i"), ("OUTPUT", "-o")):
-            self.inside("a", "iptables", "-w", "-A", chain, flag, "peer", "-j", "DROP")
+        """Packets vanish without a word, both ways: each side sends them to nobody."""
+        for side, other in zip(SIDES, (2, 1), strict=True):
+            to = (f"10.77.0.{other}", "lladdr", NOBODY, "dev", "peer", "nud", "permanent")
+            self.inside(side, "ip", "neigh", "replace", *to)
 
     def heal(self) -> None:
         """Packets pass again."""
-        self.inside("a", "iptables", "-w", "-F")
+        for side in SIDES:
+            self.inside(side, "ip", "neigh", "flush", "dev", "peer", "nud", "permanent")
 
 
 @contextmanager
@@ -129,6 +135,8 @@ def network() -> Iterator[Network]:
             net.inside(side, "ip", "addr", "add", f"10.77.0.{number}/24", "dev", "peer")
             for device in ("lo", "host", "peer"):
                 net.inside(side, "ip", "link", "set", device, "up")
+            # Where the stores know each other: from out here over the side's own link.
+            _command("ip", "route", "add", f"10.77.0.{number}/32", "via", f"10.77.{number}.2")
         yield net
     finally:
         for name in names.values():
