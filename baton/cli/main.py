@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli import chat, demo, doctor, health, kv, models, prefix, session, trace, up
+from baton.cli import chat, demo, doctor, health, kv, models, prefix, session, trace, tune, up
 from baton.cli.console import CommandFailed, ExitCode, output, show_error
 from baton.errors import ServiceError
 
@@ -103,6 +103,7 @@ def build_app() -> typer.Typer:
     add(app, "health", health.health)
     add(app, "trace", trace.trace)
     add(app, "kv", kv.app)
+    add(app, "tune", tune.app)
     add(app, "version", show_version)
     for problem in add_entry_points(app, importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
         show_error(problem)

@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.table import Table
 
 from baton import models
+from baton.cli.chunk_setup import with_chunk_profile
 from baton.cli.console import CommandFailed, ExitCode, output
 from baton.cli.models import pull_with_progress
 from baton.engine.config import read_config
@@ -40,6 +41,8 @@ from baton.launcher.plan import ClusterOptions, Machine, arena_bytes
 from baton.launcher.ports import is_free
 from baton.launcher.rundir import RunDir, RunDirBusy, default_run_dir, running_pid
 from baton.launcher.supervisor import Child, ChildState, ClusterFailed, Supervisor
+from baton.worker.chunk_profile import FILE_NAME
+from baton.worker.chunker import Chunking
 
 DOWN_TIMEOUT_S: Final = 60.0
 MODEL_DEFAULT: Final = "smollm2"
@@ -282,6 +285,7 @@ def run_until_stopped(options: ClusterOptions) -> None:
             ClusterView(is_live=sys.stdout.isatty()) as view,
         ):
             check_arena(options, this_machine(options.arena_dir))
+            options = with_chunk_profile(options, KV_DTYPES[options.stored_dtype])
             cluster = prepare(options, held, on_change=view.show)
             try:
                 asyncio.run(run_cluster(cluster, view, options))
@@ -343,6 +347,17 @@ NvmeDirOption = Annotated[
     ),
 ]
 
+ChunkTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        envvar="BATON_UP_CHUNK_TOKENS",
+        min=1,
+        max=8192,
+        show_default=f"what {FILE_NAME} in the run directory says, else 256",
+        help="Prefill chunk.",
+    ),
+]
+
 KvTypeOption = Annotated[
     KvType,
     typer.Option(
@@ -376,9 +391,14 @@ def up(
     kernel: Annotated[
         Kernel, typer.Option(envvar="BATON_UP_KERNEL", help="What computes decode steps.")
     ] = Kernel.AUTO,
-    chunk_tokens: Annotated[
-        int, typer.Option(envvar="BATON_UP_CHUNK_TOKENS", min=1, max=8192, help="Prefill chunk.")
-    ] = 256,
+    chunk_tokens: ChunkTokensOption = None,
+    chunking: Annotated[
+        Chunking,
+        typer.Option(
+            envvar="BATON_UP_CHUNKING",
+            help="Where chunks end; semantic: at sentences, lines and blocks near the size.",
+        ),
+    ] = Chunking.FIXED,
     prefill_mode: Annotated[
         PrefillMode,
         typer.Option(
@@ -411,6 +431,7 @@ def up(
         nvme_bytes=nvme_bytes,
         nvme_dir=nvme_dir,
         chunk_tokens=chunk_tokens,
+        chunking=chunking.value,
         kernel=kernel.value,
         prefill_mode=prefill_mode.value,
         run_dir=run_dir or default_run_dir(),

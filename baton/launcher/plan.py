@@ -23,6 +23,9 @@ NVME_BYTES_MIN: Final = 64 << 20
 """A disk with so little left is for other things: then there is no NVMe tier."""
 
 
+FIXED: Final = "fixed"
+"""Chunks end at multiples of their size."""
+
 COMPUTED: Final = "computed"
 """KV is stored in the type of computation."""
 
@@ -31,6 +34,8 @@ COMPUTED: Final = "computed"
 class ClusterOptions:
     """What the user chose. Sizes in bytes, arenas and NVMe tiers per node; threads None means:
     divide the cores. `nvme_bytes` 0: no NVMe tier; `nvme_dir` None: in the run directory.
+
+    `chunk_tokens` None: what `chunk_profile` says, else the workers' own default.
 
     `nodes`: kvstores with arenas of their own, as if on so many machines. Prefill workers are dealt
     to them in turn from the first, decode workers from the last.
@@ -53,7 +58,9 @@ class ClusterOptions:
     nvme_bytes: int | None = None
     nvme_dir: Path | None = None
     block_tokens: int = 16
-    chunk_tokens: int = 256
+    chunk_tokens: int | None = None
+    chunking: str = FIXED
+    chunk_profile: Path | None = None
     prefill_mode: str = "auto"
     kernel: str = "auto"
     log_level: str = "info"
@@ -181,6 +188,18 @@ def _nvme_flags(options: ClusterOptions, size_bytes: int) -> tuple[str, ...]:
     return ("--nvme-bytes", str(size_bytes), "--nvme-dir", str(nvme_dir(options)))
 
 
+def _chunk_flags(options: ClusterOptions, role: str) -> tuple[str, ...]:
+    """What the user said of chunks; without a size the profile's, or the worker's own."""
+    flags: tuple[str, ...] = ()
+    if options.chunk_tokens is not None:
+        flags = ("--chunk-tokens", str(options.chunk_tokens))
+    if options.chunk_profile is not None:
+        flags = (*flags, "--chunk-profile", str(options.chunk_profile))
+    if role == "prefill" and options.chunking != FIXED:
+        flags = (*flags, "--chunking", options.chunking)
+    return flags
+
+
 class _Builder:
     """Spells the flags of each service once."""
 
@@ -261,7 +280,7 @@ class _Builder:
             *("--kvstore", kvstore),
             *("--gateways", gateways),
             *("--threads", str(threads)),
-            *("--chunk-tokens", str(options.chunk_tokens)),
+            *_chunk_flags(options, role),
         )
         if role == "decode":
             flags = (*flags, "--kernel", options.kernel)

@@ -158,3 +158,18 @@ def test_workers_are_dealt_so_that_each_node_has_both_roles() -> None:
         served = {name for name, spec in children.items() if "--kvstore" in spec.arguments}
         there = {name for name in served if flag(children[name], "--kvstore") == address}
         assert {name.partition("-")[0] for name in there} == {"prefill", "decode"}
+
+
+def test_chunks_are_the_profile_s_unless_a_size_was_given(tmp_path: Path) -> None:
+    """Both kinds of workers read the profile; only prefill workers cut at edges of the text."""
+    plain = plan()
+    assert "--chunk-tokens" not in plain["prefill-0"].arguments
+    assert "--chunking" not in plain["prefill-0"].arguments
+    children = plan(chunk_profile=tmp_path / "profile.json", chunking="semantic")
+    for name in ("prefill-0", "decode-0"):
+        arguments = children[name].arguments
+        assert arguments[arguments.index("--chunk-profile") + 1] == str(tmp_path / "profile.json")
+    assert "semantic" in children["prefill-0"].arguments
+    assert "--chunking" not in children["decode-0"].arguments
+    given = plan(chunk_tokens=64)["decode-0"].arguments
+    assert given[given.index("--chunk-tokens") + 1] == "64"
