@@ -18,7 +18,7 @@ from baton.cli.gateway_http import DEFAULT_URL, GatewayAddress, KeyOption, UrlOp
 
 PATH = "/v1/prefixes"
 TEXT_BYTES_MAX = 4 * 1024 * 1024
-COLUMNS = ("name", "status", "tokens", "id", "model", "expires")
+COLUMNS = ("name", "version", "status", "pin", "tokens", "id", "model", "expires")
 
 app = typer.Typer(no_args_is_help=True, help="Publish system prompts ahead, list and revoke them.")
 
@@ -58,7 +58,7 @@ def listed(answer: Any) -> list[dict[str, Any]]:
 
 
 def show(entries: list[dict[str, Any]], as_json: bool) -> None:
-    """Print prefixes as a table, or as one JSON array."""
+    """Print prefixes as a table, or as one JSON array; below it why some do not serve."""
     if as_json:
         output().print(json.dumps(entries, ensure_ascii=False, indent=2), markup=False)
         return
@@ -68,10 +68,23 @@ def show(entries: list[dict[str, Any]], as_json: bool) -> None:
     columns = [name for name in COLUMNS if any(entry.get(name) is not None for entry in entries)]
     table = Table(*columns, box=None, pad_edge=False)
     for entry in entries:
-        table.add_row(
-            *(str(entry.get(name) if entry.get(name) is not None else "") for name in columns)
-        )
+        table.add_row(*(_cell(entry, name) for name in columns))
     output().print(table)
+    for entry in entries:
+        if entry.get("detail"):
+            output().print(
+                f"{_cell(entry, 'name')} {_cell(entry, 'status')}: {_cell(entry, 'detail')}",
+                markup=False,
+            )
+
+
+def _cell(entry: dict[str, Any], name: str) -> str:
+    value = entry.get(name)
+    if name == "status" and entry.get("superseded_by") is not None:
+        return f"{value}, superseded by {entry['superseded_by']}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
 
 
 @app.command()
@@ -84,12 +97,19 @@ def publish(
         list[str] | None, typer.Option(help="A tenant that may use it; repeatable, `*` is all.")
     ] = None,
     ttl_s: Annotated[float | None, typer.Option(min=1.0, help="Seconds it lives.")] = None,
-    pin: Annotated[bool, typer.Option("--pin", help="Keep it in memory.")] = False,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Keep it in memory until it is deleted.")
+    ] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Compute it in the background.")
+    ] = False,
     as_json: JsonOption = False,
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
     """Compute a system prompt ahead and publish it.
+
+    Again under the same name it is a new version, if anything about it is new.
 
     Example: baton prefix publish support --file system.txt --ttl-s 86400
     """
@@ -99,6 +119,7 @@ def publish(
     body |= {"tenants": tenant} if tenant else {}
     body |= {"ttl_s": ttl_s} if ttl_s is not None else {}
     body |= {"pin": True} if pin else {}
+    body |= {"wait": False} if no_wait else {}
     show([call(GatewayAddress(url=url, api_key=api_key), "POST", PATH, body)], as_json)
 
 
@@ -115,13 +136,29 @@ def list_prefixes(
     show(listed(call(GatewayAddress(url=url, api_key=api_key), "GET", PATH, None)), as_json)
 
 
+@app.command("show")
+def show_prefix(
+    name: Annotated[str, typer.Argument(help="Name or id of the prefix.")],
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """Print all that is known of one prefix, as JSON: status, version, both hashes, digests.
+
+    Example: baton prefix show support
+    """
+    path = f"{PATH}/{quote(name, safe='')}"
+    answer = call(GatewayAddress(url=url, api_key=api_key), "GET", path, None)
+    output().print(json.dumps(answer, ensure_ascii=False, indent=2), markup=False)
+
+
 @app.command()
 def delete(
     name: Annotated[str, typer.Argument(help="Name or id of the prefix.")],
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
-    """Revoke a prefix: new requests do not find it; running ones keep what they hold.
+    """Revoke a prefix, by name all its versions: new requests do not find it; running ones keep
+    what they hold.
 
     Example: baton prefix delete support
     """

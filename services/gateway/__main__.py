@@ -194,7 +194,9 @@ async def _core(
     link = await _redis(service, config, RedisMeasures(metrics))
     across = await _across_gateways(service, config, hub, channels, (link, key, incarnation))
     admission = Admission(limits, RateLimits(requests_per_minute, service.clock), across)
-    return GatewayCore(model, parts, hub, admission, measures), streams
+    core = GatewayCore(model, parts, hub, admission, measures, service.spawn)
+    await service.start("prefixes", core.prefixes)
+    return core, streams
 
 
 def _connect_to_who_is_heard(service: Service, hub: WorkerHub, channels: ChannelPool) -> None:

@@ -19,7 +19,10 @@ from services.gateway.prefixes import PublishedPrefix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOffer:
-    """What is published: the segment with both hashes, its ids, and for whom."""
+    """What is published: the segment with both hashes, its ids, and for whom.
+
+    `prefix_id` empty: the store draws one.
+    """
 
     name: str
     segment: Segment
@@ -30,6 +33,9 @@ class PrefixOffer:
     template_digest: bytes
     model: str
     expire_wall_s: float | None
+    prefix_id: str = ""
+    version: int = 1
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,9 @@ class PrefixClient:
             text_bytes=offer.text_bytes,
             template_digest=offer.template_digest,
             model=offer.model,
+            prefix_id=offer.prefix_id,
+            version=offer.version,
+            pinned=offer.is_pinned,
         )
         message.segment.token_ids.extend(offer.token_ids)
         message.log.CopyFrom(message.segment.log)
@@ -93,12 +102,14 @@ class PrefixClient:
 
 def _from_proto(message: kvstore_pb2.PublishedPrefix, address: str) -> PublishedPrefix:
     has_end = message.HasField("expire_time")
+    # A store keeps as many zeros where the model has no template.
+    template_digest = message.template_digest if any(message.template_digest) else b""
     return PublishedPrefix(
         prefix_id=message.prefix_id,
         name=message.name,
         segment=segment_from_proto(message.segment),
         text_bytes=message.text_bytes,
-        template_digest=message.template_digest,
+        template_digest=template_digest,
         owner_tenant=message.owner_tenant,
         tenants=tuple(message.tenants),
         model=message.model,
@@ -106,4 +117,9 @@ def _from_proto(message: kvstore_pb2.PublishedPrefix, address: str) -> Published
         expire_wall_s=timestamp_from_proto(message.expire_time) if has_end else None,
         hits=message.hits,
         kvstore_address=address,
+        version=message.version or 1,
+        is_pinned=message.pinned,
+        kv_bytes=message.kv_bytes,
+        host_tokens=message.host_tokens,
+        nvme_tokens=message.nvme_tokens,
     )

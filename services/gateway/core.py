@@ -25,6 +25,7 @@ from services.gateway.limits import Admission
 from services.gateway.measures import GatewayMeasures
 from services.gateway.opening import SequenceParts
 from services.gateway.planner import PlanRequest
+from services.gateway.prefix_desk import PrefixDesk, Spawn
 from services.gateway.prompts import ServedModel, resolve_sampling
 from services.gateway.publishing import Publisher
 from services.gateway.registry import WorkerRole
@@ -76,12 +77,14 @@ class GatewayCore:
         hub: WorkerHub,
         limits: Admission,
         measures: GatewayMeasures,
+        spawn: Spawn,
     ) -> None:
         self.model = model
         self.hub = hub
         self.limits = limits
         self.measures = measures
-        self.publisher = Publisher(parts, model, new_request_id)
+        publisher = Publisher(parts, model, new_request_id)
+        self.prefixes = PrefixDesk(publisher, limits, parts.clock, spawn)
         self.sessions = Sessions(parts, model, SessionClient(parts.stores.channels))
         self._parts = parts
         self._cancels: dict[tuple[str, str], Callable[[], None]] = {}

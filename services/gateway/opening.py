@@ -26,7 +26,7 @@ from services.gateway.handoffs import HandOffs
 from services.gateway.legs import CONTROL_RIGHTS, CapabilityMint, Leg, Plan
 from services.gateway.planner import Planner
 from services.gateway.prefix_cache import PrefixCache
-from services.gateway.prefixes import PrefixMatch, PrefixQuery, match_prefix
+from services.gateway.prefixes import PrefixMatch, PrefixQuery, ReadingRules, match_prefix
 from services.gateway.request import CacheMode, SequenceRequest
 from services.gateway.side_by_side import together
 from services.gateway.timing import Timeline
@@ -162,7 +162,9 @@ class LogOpener:
             PrefixQuery(
                 prompt=self._request.prompt,
                 tenant=self._request.tenant.name,
-                template_digest=self._parts.template_digest,
+                rules=ReadingRules(
+                    tokenizer_hash=label.tokenizer, template_digest=self._parts.template_digest
+                ),
                 kv_digest=label.kv_digest(),
                 kvstore_address=plan.kvstore_address,
                 now_wall_s=self._parts.clock.wall_s(),

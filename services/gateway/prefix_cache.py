@@ -57,7 +57,7 @@ class PrefixCache:
         self._lists: dict[str, _List] = {}
 
     def addresses(self) -> tuple[str, ...]:
-        """The stores that routable workers are attached to."""
+        """The stores that routable workers are attached to, whatever tokenizer these have."""
         found = {
             record.kvstore_address
             for role in (WorkerRole.PREFILL, WorkerRole.DECODE)

@@ -24,7 +24,7 @@ from services.gateway.core import Ask, GatewayCore
 from services.gateway.events import Admitted, Completed, TokenDelta
 from services.gateway.hub import WorkerHub
 from services.gateway.measures import RequestLine
-from services.gateway.prefixes import PublishedPrefix
+from services.gateway.prefix_desk import PrefixView
 from services.gateway.publishing import PublishOrder
 from services.gateway.registry import WorkerRole
 from services.gateway.request import (
@@ -165,7 +165,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def CreatePrefix(
         self, request: gateway_pb2.CreatePrefixRequest, context: _Context
     ) -> gateway_pb2.CreatePrefixResponse:
-        """Compute ahead and publish."""
+        """Compute ahead and publish; with `no_wait` in the background."""
         tenant = self._tenant(context)
         self._core.model.require(request.model)
         kind = request.WhichOneof("content")
@@ -180,23 +180,27 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             text=request.text if kind == "text" else None,
             tenants=tuple(request.tenants),
             ttl_s=duration_from_proto(request.ttl) if has_ttl else None,
+            is_pinned=request.pin,
         )
-        async with self._core.limits.admitted(tenant.name, 1):
-            prefix = await self._core.publisher.publish(tenant, order)
-        return gateway_pb2.CreatePrefixResponse(prefix=_prefix(prefix))
+        desk = self._core.prefixes
+        if request.no_wait:
+            view = desk.order(tenant, order)
+        else:
+            view = desk.view_of(await desk.publish(tenant, order))
+        return gateway_pb2.CreatePrefixResponse(prefix=_prefix(view))
 
     async def ListPrefixes(
         self, request: gateway_pb2.ListPrefixesRequest, context: _Context
     ) -> gateway_pb2.ListPrefixesResponse:
-        """Those the caller may use."""
-        found = await self._core.publisher.usable(self._tenant(context))
+        """Those the caller may use, and its own that are not ready."""
+        found = await self._core.prefixes.visible(self._tenant(context))
         return gateway_pb2.ListPrefixesResponse(prefixes=[_prefix(one) for one in found])
 
     async def DeletePrefix(
         self, request: gateway_pb2.DeletePrefixRequest, context: _Context
     ) -> gateway_pb2.DeletePrefixResponse:
         """Revoke."""
-        await self._core.publisher.revoke(self._tenant(context), request.id)
+        await self._core.prefixes.revoke(self._tenant(context), request.id)
         return gateway_pb2.DeletePrefixResponse()
 
     async def GetCapability(
@@ -326,16 +330,29 @@ def _completed(event: Completed) -> gateway_pb2.Completed:
     return message
 
 
-def _prefix(prefix: PublishedPrefix) -> gateway_pb2.Prefix:
+def _prefix(view: PrefixView) -> gateway_pb2.Prefix:
     message = gateway_pb2.Prefix(
-        id=prefix.prefix_id,
-        name=prefix.name,
-        model=prefix.model,
-        tokens=prefix.tokens,
-        tenants=prefix.tenants,
-        create_time=timestamp_to_proto(prefix.create_wall_s),
-        hits=prefix.hits,
+        id=view.prefix_id,
+        name=view.name,
+        model=view.model,
+        tenants=view.tenants,
+        create_time=timestamp_to_proto(view.create_wall_s),
+        status=view.status.value,
+        detail=view.detail or "",
+        pin=view.is_pinned,
+        owner=view.owner,
     )
+    prefix = view.prefix
+    if prefix is None:
+        return message
+    message.tokens = prefix.tokens
+    message.hits = prefix.hits
+    message.version = prefix.version
+    message.kv_bytes = prefix.kv_bytes
+    message.text_hash = prefix.segment.text_hash or b""
+    message.ids_hash = prefix.segment.ids_hash or b""
+    message.tokenizer_hash = prefix.segment.tokenizer_hash
+    message.template_digest = prefix.template_digest
     if prefix.expire_wall_s is not None:
         message.expire_time.CopyFrom(timestamp_to_proto(prefix.expire_wall_s))
     return message

@@ -183,7 +183,7 @@ class ScopeChains:
     # --- published prefixes -----------------------------------------------------------------
 
     def offer_prefix(self, prefix: Prefix) -> None:
-        """Makes a published prefix findable by those it is granted to."""
+        """Makes a published prefix findable by those it is granted to, unless it is stale."""
         for node, row in self._prefix_nodes(prefix, prefix.rows):
             self._tree.put_row(node, prefix.numeric_class_id, row, prefix.prefix_id)
 
@@ -195,7 +195,8 @@ class ScopeChains:
     def _prefix_nodes(
         self, prefix: Prefix, rows: Sequence[PageRow]
     ) -> Iterator[tuple[Node, PageRow]]:
-        if not rows:
+        # Ids of another tokenizer stand for another text: found, they would be a chance hit.
+        if not rows or prefix.tokenizer_hash != self._core.limits.tokenizer_hash:
             return
         tree, block_tokens, ids = self._tree, self._core.block_tokens, prefix.token_ids
         parent: Node = tree.plant(prefix.scope)

@@ -17,6 +17,7 @@ import structlog
 
 from baton.clock import Clock
 from baton.errors import ServiceError
+from baton.ids import new_log_id
 from baton.kv.blocks import Scope
 from baton.sampling_parameters import SamplingParameters
 from services.kvstore.core import Core
@@ -29,6 +30,7 @@ from services.kvstore.prefixes import Prefix
 from services.kvstore.rows import Rows
 from services.kvstore.scrub import SCRUB_FENCE
 from services.kvstore.state import AckLevel, LogState, Phase, Tokens
+from services.kvstore.store import FIRST_GENERATION
 from services.kvstore.workers import WorkerTable
 
 COMPACTION_INTERVAL_S: Final = 0.5
@@ -136,6 +138,9 @@ class Compactor:
         """SNAPSHOT, and again what it does not say: which prefixes were published from the log."""
         self._journal.snapshot(log)
         for prefix in published.get(log.log_id, ()):
+            if not log.tokens.begins_with(prefix.token_ids):
+                self._tell_apart(prefix)
+                continue
             self._journal.published(prefix)
             # Its pages need not be the log's, which may have given its own up.
             self._journal.promoted(prefix, 0)
@@ -152,6 +157,18 @@ class Compactor:
         generation = self._core.tombstones.get(prefix.log_id, prefix.generation)
         self._journal.closed_by_id(prefix.log_id, generation, CloseReason.DELETED)
         return len(source.tokens)
+
+    def _tell_apart(self, prefix: Prefix) -> None:
+        """A prefix whose log was cut inside it and goes on otherwise: the log's SNAPSHOT does not
+        have its tokens, so it goes on as that of a log of its own, which is gone.
+
+        Manifests that name the old log are refused; gateways read the list anew and ask again.
+        """
+        prefix.log_id, prefix.generation = new_log_id(), FIRST_GENERATION
+        self._core.prefixes.touch()
+        self._journal.snapshot(_source_of(prefix))
+        self._journal.published(prefix)
+        self._journal.closed_by_id(prefix.log_id, prefix.generation, CloseReason.DELETED)
 
     async def _free(self) -> bool:
         """Frees the oldest segments that nobody needs; False when there are none."""

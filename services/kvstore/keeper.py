@@ -216,6 +216,7 @@ class Keeper:
             prefix
             for prefix in core.prefixes.all()
             if prefix.rows
+            and not prefix.is_pinned
             and prefix.cold.tokens >= prefix.position
             and any(core.pool.holders(row.page) == 1 for row in prefix.rows)
         ]

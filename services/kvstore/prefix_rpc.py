@@ -5,10 +5,13 @@ Owns the path of these calls and the ids of published prefixes.
 
 from __future__ import annotations
 
+import re
 import secrets
+from typing import Final
 
 from baton.api.kvstore.v1 import kvstore_pb2
 from baton.capability import Right
+from baton.errors import Reason, ServiceError
 from baton.kv.digests import history_start
 from baton.wire.durations import timestamp_from_proto
 from services.kvstore import wire
@@ -20,6 +23,7 @@ from services.kvstore.publishing import PublishOrder
 from services.kvstore.runtime import Runtime
 
 PREFIX_ID_BYTES = 12
+_GIVEN_ID: Final = re.compile(r"pfx-[0-9a-f]{24}", re.ASCII)
 
 
 class PrefixCalls:
@@ -49,7 +53,7 @@ class PrefixCalls:
     ) -> kvstore_pb2.PublishResponse:
         given = request.prefix
         order = PublishOrder(
-            prefix_id=f"pfx-{secrets.token_hex(PREFIX_ID_BYTES)}",
+            prefix_id=_prefix_id(given.prefix_id),
             name=given.name,
             tenant=tenant,
             tenants=tuple(given.tenants),
@@ -64,6 +68,8 @@ class PrefixCalls:
             expire_wall_s=(
                 timestamp_from_proto(given.expire_time) if given.HasField("expire_time") else None
             ),
+            version=given.version or 1,
+            is_pinned=given.pinned,
         )
         prefix = self._runtime.store.prefix_keeper.publish(order, self._runtime.now().wall_s)
         return kvstore_pb2.PublishResponse(prefix=self._to_proto(prefix))
@@ -99,4 +105,20 @@ class PrefixCalls:
 
     def _to_proto(self, prefix: Prefix) -> kvstore_pb2.PublishedPrefix:
         limits = self._runtime.core.limits
-        return wire.prefix_to_proto(prefix, limits, history_start(limits.kv_digest))
+        message = wire.prefix_to_proto(prefix, limits, history_start(limits.kv_digest))
+        page_bytes = self._runtime.arena.spec.geometry.page_bytes
+        message.kv_bytes = -(-prefix.position // limits.block_tokens) * page_bytes
+        return message
+
+
+def _prefix_id(given: str) -> str:
+    """The id that the caller drew, or a new one."""
+    if not given:
+        return f"pfx-{secrets.token_hex(PREFIX_ID_BYTES)}"
+    if not _GIVEN_ID.fullmatch(given):
+        raise ServiceError(
+            Reason.INVALID_REQUEST,
+            f"prefix.prefix_id must be pfx- and {2 * PREFIX_ID_BYTES} hexadecimal digits, or empty",
+            field="prefix.prefix_id",
+        )
+    return given

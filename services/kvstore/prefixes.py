@@ -25,7 +25,8 @@ PREFIX_TENANTS_MAX = 1024
 class Prefix:
     """One published prefix: tokens [0, position) of a log and the pages with their KV.
 
-    `cold` has copies on the NVMe tier, as a log's.
+    `cold` has copies on the NVMe tier, as a log's. `version` counts the publications under the
+    owner's name. A pinned one keeps its pages in the host, and its own end does not come.
     """
 
     prefix_id: str
@@ -44,9 +45,12 @@ class Prefix:
     ids_hash: bytes
     text_bytes: int
     template_digest: bytes
+    tokenizer_hash: bytes
     model: str
     create_wall_s: float
     expire_wall_s: float | None = None
+    version: int = 1
+    is_pinned: bool = False
     hits: int = field(default=0)
     cold: Rows = field(default_factory=Rows)
 
@@ -61,7 +65,14 @@ class Prefix:
 
     def is_over(self, wall_s: float) -> bool:
         """Its own end has come."""
-        return self.expire_wall_s is not None and self.expire_wall_s <= wall_s
+        if self.is_pinned or self.expire_wall_s is None:
+            return False
+        return self.expire_wall_s <= wall_s
+
+    def is_content_of(self, other: Prefix) -> bool:
+        """Whether both say the same text in the same tokens, read and written alike."""
+        names = ("ids_hash", "text_hash", "template_digest", "tokenizer_hash")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 class PrefixTable:
@@ -89,6 +100,14 @@ class PrefixTable:
     def get(self, prefix_id: str) -> Prefix | None:
         """The prefix, if it is published."""
         return self._by_id.get(prefix_id)
+
+    def named(self, owner_tenant: str, name: str) -> list[Prefix]:
+        """What an owner has published under a name, in the order of publication."""
+        return [
+            prefix
+            for prefix in self._by_id.values()
+            if (prefix.owner_tenant, prefix.name) == (owner_tenant, name)
+        ]
 
     def find(self, prefix_id: str) -> Prefix:
         """The prefix; PREFIX_NOT_FOUND."""
@@ -124,7 +143,12 @@ class PrefixTable:
                 f"{PREFIXES_MAX} prefixes are published; revoke one first",
                 field="prefix",
             )
-        assert prefix.prefix_id not in self._by_id
+        if prefix.prefix_id in self._by_id:
+            raise ServiceError(
+                Reason.ALREADY_EXISTS,
+                "a prefix of this id is published; draw another id",
+                field="prefix.prefix_id",
+            )
         self._by_id[prefix.prefix_id] = prefix
         for tenant in _granted(prefix):
             self._scopes.setdefault(tenant, Counter())[prefix.scope] += 1
@@ -143,6 +167,10 @@ class PrefixTable:
                 del self._scopes[tenant]
         self.version += 1
         return prefix
+
+    def touch(self) -> None:
+        """What is told of some prefix has changed."""
+        self.version += 1
 
     def over(self, wall_s: float) -> list[Prefix]:
         """Prefixes whose own end has come."""

@@ -22,13 +22,20 @@ from services.kvstore.prefixes import (
 NO_HASH = bytes(32)
 TENANT_BYTES_MAX = 256
 MODEL_CHARS_MAX = 256
+VERSION_MAX = (1 << 32) - 1
+PINNED_SHARE_MAX = 0.5
+"""Of the arena's pages, how many pinned prefixes may hold in all."""
+
 EXPIRE_WALL_S_MAX = 253_402_300_800.0
 """The end of the year 9999, where timestamps end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOrder:
-    """A request to publish positions [0, position) of a log. Empty hashes are not compared."""
+    """A request to publish positions [0, position) of a log. Empty hashes are not compared.
+
+    `version` must be above that of every prefix of the same name, whose place it takes.
+    """
 
     prefix_id: str
     name: str
@@ -43,6 +50,8 @@ class PublishOrder:
     template_digest: bytes
     model: str
     expire_wall_s: float | None
+    version: int = 1
+    is_pinned: bool = False
 
 
 class PrefixKeeper:
@@ -53,11 +62,15 @@ class PrefixKeeper:
         self._chains = chains
 
     def publish(self, order: PublishOrder, wall_s: float) -> Prefix:
-        """Offers a prefix under a name; its pages stay whatever becomes of the log."""
+        """Offers a prefix under a name; its pages stay whatever becomes of the log.
+
+        Older ones of the name are withdrawn in the same step, but for pinned ones of other
+        content. ALREADY_EXISTS where the name has this version or a later one.
+        """
         log = self._core.find(order.log_id)
         require_tenant(log, order.tenant)
         require_allowed(log, Event.FORK)
-        self._check(order, wall_s)
+        older = self._check(order, wall_s)
         if not 1 <= order.position <= log.committed:
             raise invalid("prefix.log.position", f"must be 1 to {log.committed}, where KV ends")
         tokens = tuple(log.tokens[: order.position])
@@ -69,6 +82,8 @@ class PrefixKeeper:
         if order.history_end not in (b"", history_end):
             raise invalid("prefix.segment.history_end", "is not that of the log's tokens")
         rows = list(log.rows.head(order.position, limits.block_tokens))
+        if order.is_pinned:
+            self._require_pinnable(len(rows))
         prefix = Prefix(
             prefix_id=order.prefix_id,
             name=order.name,
@@ -86,17 +101,36 @@ class PrefixKeeper:
             ids_hash=own_ids_hash,
             text_bytes=order.text_bytes,
             template_digest=order.template_digest or bytes(16),
+            tokenizer_hash=limits.tokenizer_hash,
             model=order.model,
             create_wall_s=wall_s,
             expire_wall_s=order.expire_wall_s,
+            version=order.version,
+            is_pinned=order.is_pinned,
         )
         self._core.prefixes.add(prefix)
         self._core.pool.hold_many([row.page for row in rows])
         self._core.journal.published(prefix)
         self._chains.offer_prefix(prefix)
+        for one in older:
+            if not one.is_pinned or one.is_content_of(prefix):
+                self._withdraw(one, wall_s)
         return prefix
 
-    def _check(self, order: PublishOrder, wall_s: float) -> None:
+    def _require_pinnable(self, pages: int) -> None:
+        """QUOTA_EXCEEDED where pinned prefixes would hold more of the arena than they may."""
+        pinned = sum(len(one.rows) for one in self._core.prefixes.all() if one.is_pinned)
+        most = int(PINNED_SHARE_MAX * self._core.pool.page_count)
+        if pinned + pages > most:
+            raise ServiceError(
+                Reason.QUOTA_EXCEEDED,
+                f"pinned prefixes hold {pinned} pages of at most {most}, and this one needs "
+                f"{pages}; publish it without pin, or delete a pinned one",
+                field="prefix.pinned",
+            )
+
+    def _check(self, order: PublishOrder, wall_s: float) -> list[Prefix]:
+        """The prefixes of the same name; raises for what cannot be published."""
         if not 1 <= len(order.name) <= PREFIX_NAME_CHARS_MAX:
             raise invalid("prefix.name", f"must have 1 to {PREFIX_NAME_CHARS_MAX} characters")
         if len(order.tenants) > PREFIX_TENANTS_MAX or any(
@@ -115,13 +149,17 @@ class PrefixKeeper:
             raise invalid("prefix.expire_time", "is no time; leave it out to have no end")
         if len(order.model) > MODEL_CHARS_MAX:
             raise invalid("prefix.model", f"must have at most {MODEL_CHARS_MAX} characters")
-        for prefix in self._core.prefixes.all():
-            if prefix.owner_tenant == order.tenant and prefix.name == order.name:
-                raise ServiceError(
-                    Reason.ALREADY_EXISTS,
-                    "a prefix of this name is published; revoke it first",
-                    field="prefix.name",
-                )
+        if not 1 <= order.version <= VERSION_MAX:
+            raise invalid("prefix.version", f"must be 1 to {VERSION_MAX}")
+        named = self._core.prefixes.named(order.tenant, order.name)
+        newest = max((prefix.version for prefix in named), default=0)
+        if order.version <= newest:
+            raise ServiceError(
+                Reason.ALREADY_EXISTS,
+                f"version {newest} of this name is published; give a later one, or revoke it first",
+                field="prefix.name",
+            )
+        return named
 
     def revoke(self, prefix_id: str, tenant: str | None, wall_s: float) -> Prefix:
         """Ends lookups and forks at once; logs that use its pages keep them.

@@ -26,6 +26,7 @@ from services.kvstore.log.state import Parent
 from services.kvstore.prefixes import Prefix
 from services.kvstore.state import AckLevel, GrantedPage, LogprobEntry, LogState, PageRow
 from services.kvstore.tiers.nvme_tier import NvmeTier
+from services.kvstore.tiers.owners import host_tokens
 from services.kvstore.writes import AppendItem
 
 REPLAY_TOKENS_MAX: Final = 16_384
@@ -259,7 +260,7 @@ def prefix_to_proto(
             history_start=history_start,
             history_end=prefix.history_end,
             kv_digest=limits.kv_digest,
-            tokenizer_hash=limits.tokenizer_hash,
+            tokenizer_hash=prefix.tokenizer_hash,
             block_tokens=limits.block_tokens,
             numeric_class_id=prefix.numeric_class_id,
             text_hash=prefix.text_hash if has_text else None,
@@ -280,6 +281,10 @@ def prefix_to_proto(
         create_time=timestamp_to_proto(prefix.create_wall_s),
         hits=prefix.hits,
         model=prefix.model,
+        version=prefix.version,
+        pinned=prefix.is_pinned,
+        host_tokens=host_tokens(prefix, limits.block_tokens),
+        nvme_tokens=prefix.cold.tokens,
     )
     if prefix.expire_wall_s is not None:
         message.expire_time.CopyFrom(timestamp_to_proto(prefix.expire_wall_s))

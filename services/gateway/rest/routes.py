@@ -19,8 +19,6 @@ from baton.tracing import span
 from services.gateway.answers import Member
 from services.gateway.core import Ask, GatewayCore
 from services.gateway.measures import RequestLine
-from services.gateway.prefixes import PublishedPrefix
-from services.gateway.publishing import PublishOrder
 from services.gateway.request import CacheMode, ChatPrompt, TextPrompt
 from services.gateway.rest.answer import AnswerFrame
 from services.gateway.rest.chat_answer import ChatShape
@@ -38,7 +36,8 @@ from services.gateway.rest.exchange import (
     send_json,
 )
 from services.gateway.rest.json_body import invalid, parse_object
-from services.gateway.rest.reader import ObjectReader, checked_text, checked_whole
+from services.gateway.rest.prefix_routes import PREFIX_HEADER, PrefixRoutes
+from services.gateway.rest.reader import ObjectReader, checked_whole
 from services.gateway.rest.sampling_fields import CommonFields, read_model
 from services.gateway.rest.serve import Served, accounted, serve
 from services.gateway.rest.session_routes import SessionRoutes
@@ -46,8 +45,6 @@ from services.gateway.traces import TraceGatherer
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 IGNORED_HEADER_CHARS_MAX: Final = 1024
-TTL_S_MAX: Final = 10 * 365 * 86_400.0
-TENANTS_MAX: Final = 1024
 TRACE_ID_CHARS_MAX: Final = 256
 
 
@@ -100,21 +97,19 @@ class Routes:
             "/debug/traces/{id}": self._show_trace,
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._model,
-            "/v1/prefixes": self._list_prefixes,
         }
         posts: dict[str, Handler] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._complete,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
-            "/v1/prefixes": self._publish,
         }
         routes = [_route(path, handler, ("GET", "HEAD")) for path, handler in gets.items()]
         routes += [_route(path, handler, ("POST",)) for path, handler in posts.items()]
-        routes.append(_route("/v1/prefixes/{id:path}", self._delete_prefix, ("DELETE",)))
         routes.append(_route("/v1/requests/{id}", self._cancel, ("DELETE",)))
-        sessions = SessionRoutes(self._core, self._limits.body_bytes_max).table()
-        routes += [_route(path, handler, (method,)) for path, handler, method in sessions]
+        bytes_max = self._limits.body_bytes_max
+        for more in (SessionRoutes(self._core, bytes_max), PrefixRoutes(self._core, bytes_max)):
+            routes += [_route(path, handler, (method,)) for path, handler, method in more.table()]
         return routes
 
     # --- health and facts ----------------------------------------------------------------------
@@ -184,6 +179,7 @@ class Routes:
             ask = self._ask(scope, asked.common, [(asked.prompt, "messages")])
             ask = replace(ask, continues=asked.continues)
             members = await self._core.prepare(ask)
+            await self._check_prefix(scope, members)
             frame = self._frame("chatcmpl", scope, asked.common, members)
             served = Served(
                 members=members,
@@ -205,6 +201,7 @@ class Routes:
             self._check_strict(scope, asked.ignored)
             prompts = list(zip(asked.prompts, asked.prompt_paths, strict=True))
             members = await self._core.prepare(self._ask(scope, asked.common, prompts))
+            await self._check_prefix(scope, members)
             frame = self._frame("cmpl", scope, asked.common, members)
             echoes = _echoes(members[:: asked.common.answers]) if asked.has_echo else None
             served = Served(
@@ -278,6 +275,16 @@ class Routes:
             )
         return seconds
 
+    async def _check_prefix(self, scope: Scope, members: Sequence[Member]) -> None:
+        """A request that names its published prefix is refused where that cannot be."""
+        wanted = header(scope, PREFIX_HEADER)
+        if wanted is None:
+            return
+        tenant, desk = RequestContext.of(scope).tenant, self._core.prefixes
+        for one in members:
+            if one.after is None:
+                await desk.require(tenant, wanted, one.request.prompt)
+
     def _check_strict(self, scope: Scope, ignored: tuple[str, ...]) -> None:
         if ignored and b"strict=1" in scope["query_string"].split(b"&"):
             raise invalid(f"{ignored[0]} is not known here (strict=1)", ignored[0])
@@ -322,20 +329,7 @@ class Routes:
         text = self._core.model.tokenizer.decode(ids, skip_special=False)
         await send_json(send, {"prompt": text})
 
-    # --- prefixes ------------------------------------------------------------------------------
-
-    async def _publish(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reader = ObjectReader(await self._body(scope, receive))
-        self._core.model.require(read_model(reader))
-        order = _publish_order(reader)
-        tenant = RequestContext.of(scope).tenant
-        async with self._core.limits.admitted(tenant.name, 1):
-            prefix = await self._core.publisher.publish(tenant, order)
-        await send_json(send, prefix_body(prefix))
-
-    async def _list_prefixes(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        found = await self._core.publisher.usable(RequestContext.of(scope).tenant)
-        await send_json(send, {"object": "list", "data": [prefix_body(one) for one in found]})
+    # --- requests ------------------------------------------------------------------------------
 
     async def _cancel(self, scope: Scope, _receive: Receive, send: Send) -> None:
         wanted = scope["path_params"]["id"]
@@ -346,52 +340,6 @@ class Routes:
                 field="id",
             )
         await send_json(send, {"id": wanted, "object": "request", "cancelled": True})
-
-    async def _delete_prefix(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        wanted = scope["path_params"]["id"]
-        await self._core.publisher.revoke(RequestContext.of(scope).tenant, wanted)
-        await send_json(send, {"id": wanted, "object": "prefix", "deleted": True})
-
-
-def _publish_order(reader: ObjectReader) -> PublishOrder:
-    name = reader.text("name", chars_max=128)
-    if name is None:
-        raise invalid("name must be given", "name")
-    text = reader.text("text", chars_max=CONTENT_CHARS_MAX)
-    if (text is None) == (not reader.has("messages")):
-        raise invalid("give either messages or text", "messages")
-    turns = () if text is not None else read_messages(reader)[0]
-    if reader.flag("pin"):
-        raise ServiceError(
-            Reason.UNSUPPORTED, "pin is not supported yet; leave it out", field="pin"
-        )
-    ttl_s = reader.real("ttl_s")
-    if ttl_s is not None and not 1.0 <= ttl_s <= TTL_S_MAX:
-        raise invalid(f"ttl_s must be from 1 to {TTL_S_MAX:g}", "ttl_s")
-    tenants = reader.items("tenants", count_max=TENANTS_MAX) or []
-    return PublishOrder(
-        name=name,
-        turns=turns,
-        text=text,
-        tenants=tuple(checked_text(one, f"tenants[{i}]", 64) for i, one in enumerate(tenants)),
-        ttl_s=ttl_s,
-    )
-
-
-def prefix_body(prefix: PublishedPrefix) -> dict[str, Any]:
-    """A published prefix as applications see it."""
-    return {
-        "id": prefix.prefix_id,
-        "object": "prefix",
-        "name": prefix.name,
-        "model": prefix.model,
-        "tokens": prefix.tokens,
-        "tenants": list(prefix.tenants),
-        "owner": prefix.owner_tenant,
-        "created": int(prefix.create_wall_s),
-        "expires": None if prefix.expire_wall_s is None else int(prefix.expire_wall_s),
-        "hits": prefix.hits,
-    }
 
 
 def _echoes(firsts: Sequence[Member]) -> list[str]:

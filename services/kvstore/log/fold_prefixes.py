@@ -61,9 +61,12 @@ class PrefixFold:
             ids_hash=record.ids_hash,
             text_bytes=record.text_bytes,
             template_digest=record.template_digest,
+            tokenizer_hash=record.tokenizer_hash,
             model="",
             create_wall_s=record.created_wall_ms / 1000.0,
             expire_wall_s=None if expires_ms is None else expires_ms / 1000.0,
+            version=record.version,
+            is_pinned=record.is_pinned,
         )
         kv = source.kv.head(at.position)
         self._found[record.prefix_id] = (prefix, kv, KvRows(kv.block_tokens, self._nvme_id))

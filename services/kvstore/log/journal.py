@@ -319,11 +319,13 @@ class LogJournal:
             history_end=prefix.history_end,
             template_digest=prefix.template_digest,
             kv_digest=self._limits.kv_digest,
-            tokenizer_hash=self._limits.tokenizer_hash,
+            tokenizer_hash=prefix.tokenizer_hash,
             numeric_class_id=prefix.numeric_class_id,
             text_bytes=prefix.text_bytes,
             created_wall_ms=round(prefix.create_wall_s * 1000),
             expires_wall_ms=_milliseconds(prefix.expire_wall_s),
+            version=prefix.version,
+            is_pinned=prefix.is_pinned,
         )
         address = RecordAddress(
             log_id=prefix.log_id, generation=prefix.generation, position=prefix.position

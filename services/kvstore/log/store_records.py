@@ -26,6 +26,8 @@ from services.kvstore.log.fields import (
 
 _PLACE: Final = struct.Struct("<IIIBBH")
 _PUBLISH: Final = struct.Struct("<32s32s32s16s16s8sIIQQHHHH")
+_PUBLISH_MORE: Final = struct.Struct("<IHH")
+_IS_PINNED: Final = 1
 _REVOKE: Final = struct.Struct("<QHHI")
 _FLUSH: Final = struct.Struct("<Q")
 _CLOSE: Final = struct.Struct("<BBHI")
@@ -107,7 +109,8 @@ class Publish:
     """PUBLISH: positions [0, header position) of the log are a published prefix.
 
     `tenants` are those it is granted to besides its owner's scope. `text_bytes` is how many bytes
-    of rendered prompt `text_hash` covers. `expires_wall_ms` None: until revoked.
+    of rendered prompt `text_hash` covers. `expires_wall_ms` None: until revoked. The body ends
+    with version and flags where they are not 1 and none.
     """
 
     prefix_id: str
@@ -124,6 +127,8 @@ class Publish:
     text_bytes: int
     created_wall_ms: int
     expires_wall_ms: int | None = None
+    version: int = 1
+    is_pinned: bool = False
 
     def encode(self) -> bytes:
         """Return the body."""
@@ -142,7 +147,10 @@ class Publish:
             *(len(data) for data in names),
             len(self.tenants),
         )
-        return head + b"".join(names) + _encode_texts(self.tenants)
+        more = b""
+        if self.version != 1 or self.is_pinned:
+            more = _PUBLISH_MORE.pack(self.version, _IS_PINNED * self.is_pinned, 0)
+        return head + b"".join(names) + _encode_texts(self.tenants) + more
 
     @classmethod
     def decode(cls, reader: BodyReader) -> Publish:
@@ -154,11 +162,18 @@ class Publish:
                 values[10:13], ("prefix_id", "name", "owner_tenant"), strict=True
             )
         )
+        tenants = _decode_texts(reader, values[13], "tenants")
+        version, flags, reserved = 1, 0, 0
+        if reader.remaining >= _PUBLISH_MORE.size:
+            version, flags, reserved = reader.take(_PUBLISH_MORE, "publish")
+        require_zero(reserved, "publish.reserved")
+        if flags & ~_IS_PINNED or not version:
+            raise corrupt("publish", f"has flags {flags:#x} and version {version}")
         return cls(
             prefix_id=prefix_id,
             name=name,
             owner_tenant=owner,
-            tenants=_decode_texts(reader, values[13], "tenants"),
+            tenants=tenants,
             text_hash=values[0],
             ids_hash=values[1],
             history_end=values[2],
@@ -169,6 +184,8 @@ class Publish:
             text_bytes=values[7],
             created_wall_ms=values[8],
             expires_wall_ms=values[9] or None,
+            version=version,
+            is_pinned=bool(flags & _IS_PINNED),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def running_gateway(
-    model: Path, folder: Path, **settings: Any
+    model: Path, folder: Path, *, shared: FakeWorkers | None = None, **settings: Any
 ) -> AsyncIterator[RunningGateway]:
-    """Starts everything and stops it again."""
+    """Starts everything and stops it again; over `shared` workers of another gateway, if given."""
     config = GatewayConfig(
         model=str(model),
         port=0,
@@ -62,8 +62,9 @@ async def running_gateway(
     service = Service("gateway", drain_timeout_s=1.0)
     digests = model_digests(str(model))
     assert digests is not None
+    tokenizer_hash = Tokenizer.load(model).tokenizer_hash()
     async with (
-        fake_workers(Tokenizer.load(model).tokenizer_hash(), digests) as workers,
+        fake_workers(tokenizer_hash, digests) if shared is None else nullcontext(shared) as workers,
         asyncio.TaskGroup() as group,
     ):
         group.create_task(service.run(lambda one: wire(one, config), has_signals=False))

@@ -269,10 +269,9 @@ async def _ids(gateway: RunningGateway, text: str) -> list[int]:
     return list((await gateway.post("/tokenize", {"prompt": text})).json()["tokens"])
 
 
-async def test_prefixes_are_listed_unique_and_revoked(gateway: RunningGateway) -> None:
+async def test_prefixes_are_listed_and_revoked(gateway: RunningGateway) -> None:
     """By id or name; afterwards requests do not find it."""
     first = (await publish(gateway, ttl_s=3600, tenants=["*"])).json()
-    assert (await publish(gateway)).status_code == 409
     listed = (await gateway.client.get("/v1/prefixes")).json()
     assert [one["id"] for one in listed["data"]] == [first["id"]]
     assert listed["data"][0]["expires"] is not None

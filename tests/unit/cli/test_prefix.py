@@ -65,6 +65,28 @@ def test_list_shows_a_table_or_json(run: Run, gateway: FakeGateway) -> None:
     assert json.loads(run("prefix", "list", "--json", "--url", gateway.url).out) == [ENTRY]
 
 
+def test_list_says_what_does_not_serve_and_why(run: Run, gateway: FakeGateway) -> None:
+    """Version, pin and status of each; the reason of a stale or failed one below the table."""
+    stale = {**ENTRY, "status": "stale", "version": 2, "pin": True, "detail": "hash [aa] not [bb]"}
+    old = {**ENTRY, "version": 1, "pin": False, "superseded_by": 2}
+    gateway.answer("GET /v1/prefixes", {"object": "list", "data": [stale, old]})
+    lines = run("prefix", "list", "--url", gateway.url).out.splitlines()
+    assert lines[0].split()[:4] == ["name", "version", "status", "pin"]
+    assert lines[1].split()[:4] == ["support", "2", "stale", "yes"]
+    assert "superseded by 2" in lines[2]
+    assert lines[3] == "support stale: hash [aa] not [bb]"
+
+
+def test_publish_in_the_background_and_show(run: Run, gateway: FakeGateway) -> None:
+    """The id comes at once; all of it can be asked for later."""
+    gateway.answer("POST /v1/prefixes", {**ENTRY, "status": "pending"}, status=202)
+    ran = run("prefix", "publish", "x", "--text", "Hi.", "--no-wait", "--url", gateway.url)
+    assert ran.code == 0
+    assert gateway.seen[0].body["wait"] is False
+    gateway.answer("GET /v1/prefixes/support", ENTRY)
+    assert json.loads(run("prefix", "show", "support", "--url", gateway.url).out) == ENTRY
+
+
 def test_list_says_when_there_is_none(run: Run, gateway: FakeGateway) -> None:
     """An empty table looks like a fault."""
     gateway.answer("GET /v1/prefixes", {"object": "list", "data": []})

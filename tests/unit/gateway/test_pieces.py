@@ -27,6 +27,7 @@ from services.gateway.limits import RequestLimits
 from services.gateway.prefixes import (
     PrefixQuery,
     PublishedPrefix,
+    ReadingRules,
     common_prefix,
     cut_to_blocks,
     match_prefix,
@@ -218,7 +219,7 @@ def prefix(tokens: int, **more: object) -> PublishedPrefix:
 QUERY = PrefixQuery(
     prompt=PROMPT,
     tenant="owner",
-    template_digest=b"t",
+    rules=ReadingRules(tokenizer_hash=bytes(8), template_digest=b"t"),
     kv_digest=bytes(16),
     kvstore_address="s",
     now_wall_s=100.0,
@@ -253,6 +254,7 @@ def test_both_hashes_must_agree() -> None:
     [
         {"expire_wall_s": 100.0},
         {"template_digest": b"other"},
+        {"segment": replace(prefix(8).segment, tokenizer_hash=b"another!")},
         {"kvstore_address": "elsewhere"},
         {"owner_tenant": "someone", "tenants": ("else",)},
     ],

@@ -2555,6 +2555,11 @@ class PublishedPrefix(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     HITS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    NVME_TOKENS_FIELD_NUMBER: _builtins.int
     prefix_id: _builtins.str
     """Its id."""
     name: _builtins.str
@@ -2564,11 +2569,21 @@ class PublishedPrefix(_message.Message):
     text_bytes: _builtins.int
     """Bytes of the rendered prompt that the tokens cover."""
     template_digest: _builtins.bytes
-    """Digest of the chat template it was rendered with, 32 bytes."""
+    """Digest of the chat template it was rendered with, 16 bytes."""
     hits: _builtins.int
     """Requests that used it."""
     model: _builtins.str
     """Model it belongs to."""
+    version: _builtins.int
+    """Which publication under its owner's name it is: 1, 2, ...; 0 in a request: the first."""
+    pinned: _builtins.bool
+    """It keeps its host pages, outlives its end and is not dropped by a newer version."""
+    kv_bytes: _builtins.int
+    """Bytes of KV it covers, on whatever tier they are."""
+    host_tokens: _builtins.int
+    """First tokens whose KV is in the host."""
+    nvme_tokens: _builtins.int
+    """First tokens whose KV has copies on NVMe."""
     @_builtins.property
     def log(self) -> _common_pb2.LogPosition:
         """The log whose first tokens it is, and how many."""
@@ -2604,10 +2619,15 @@ class PublishedPrefix(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         hits: _builtins.int = ...,
         model: _builtins.str = ...,
+        version: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
+        kv_bytes: _builtins.int = ...,
+        host_tokens: _builtins.int = ...,
+        nvme_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "log", b"log", "segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "hits", b"hits", "log", b"log", "model", b"model", "name", b"name", "owner_tenant", b"owner_tenant", "prefix_id", b"prefix_id", "segment", b"segment", "template_digest", b"template_digest", "tenants", b"tenants", "text_bytes", b"text_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "hits", b"hits", "host_tokens", b"host_tokens", "kv_bytes", b"kv_bytes", "log", b"log", "model", b"model", "name", b"name", "nvme_tokens", b"nvme_tokens", "owner_tenant", b"owner_tenant", "pinned", b"pinned", "prefix_id", b"prefix_id", "segment", b"segment", "template_digest", b"template_digest", "tenants", b"tenants", "text_bytes", b"text_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2628,7 +2648,10 @@ class PublishRequest(_message.Message):
     """Makes a retry harmless."""
     @_builtins.property
     def prefix(self) -> Global___PublishedPrefix:
-        """What to publish; id, owner, create time and hits are the store's."""
+        """What to publish; owner, create time and hits are the store's, and so is the id where none is
+        given. A version above the newest of that name takes its place: older ones are revoked in the
+        same step, but for pinned ones of other content.
+        """
 
     def __init__(
         self,
