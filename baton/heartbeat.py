@@ -50,6 +50,8 @@ class Load:
     pages_total: int = 0
     tpot_s: float = 0.0
     prefill_token_rate: float = 0.0
+    queue_max: int | None = None
+    """Requests that may wait beyond the most at once; None: not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

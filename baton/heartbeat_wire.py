@@ -76,4 +76,5 @@ def _load_to_proto(load: Load) -> common_pb2.WorkerLoad:
         pages_total=load.pages_total,
         tpot_s=load.tpot_s,
         prefill_token_rate=load.prefill_token_rate,
+        queue_max=load.queue_max,
     )

@@ -83,6 +83,12 @@ _GATEWAY_FAMILIES: Final = (
         "From receipt to the first token sent; to the end for requests that had none.",
         GATEWAY, TIME_TO_FIRST_TOKEN_BUCKETS, OUTCOME,
     ),
+    a_counter(
+        "baton_first_tokens",
+        "First tokens by class and whether they came within what the class promises; missed are "
+        "also requests that failed before theirs.",
+        GATEWAY, Label("class", ("interactive", "batch")), Label("slo", ("met", "missed")),
+    ),
     a_histogram(
         "baton_e2e_request_latency_seconds", "From receipt to the last byte.", GATEWAY,
         REQUEST_SECONDS_BUCKETS, OUTCOME,

@@ -4,7 +4,9 @@ Owns the order of compute, packing, commit and seal for one log; used by the pre
 local prefill in decode. Never chooses which prompt goes next: a `ChunkComputer` computes a chunk
 when it may. Never fences: a run that fails or is cancelled just stops writing.
 
-Invariant: when `compute` has returned or raised, no thread writes this log's pages any more.
+Invariants: chunks are committed in order, one at a time, so that beside the chunk that is computed
+at most one is packed and committed; when `compute` has returned or raised, no thread writes this
+log's pages any more.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
+from typing import Final
 
 from baton.arena.checksums import chunk_pages, commit_rows
 from baton.arena.page_table import PageTable
@@ -26,13 +30,15 @@ from baton.kv.digests import ChunkPage, chunk_list_digest
 from baton.stages import FIRST_TOKEN_SAMPLE, KV_PACK, PREFILL_COMPUTE, REQUEST_QUEUE_WAIT, SEAL
 from baton.tracing import current_trace, record_span, span
 from baton.worker.chunk_compute import ChunkComputer, ChunkTurns, ChunkWork, Logits, OneByOne
-from baton.worker.chunker import Chunk, plan_chunks
+from baton.worker.chunker import Chunk, Chunking, plan_chunks, plan_semantic
 from baton.worker.engine import ComputeLane, WorkerParts
 from baton.worker.failures import first_failure
 from baton.worker.output import OutputState, OutputToken
 
 OnCommit = Callable[[Chunk], Awaitable[None]]
+OnLogits = Callable[[Logits], Awaitable[None]]
 
+_OWNERS: Final = count()
 _CANCELLED = ServiceError(Reason.CANCELLED, "the request was cancelled while its prompt ran")
 
 
@@ -63,8 +69,9 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms:
-    """How a run acts: its names, its chunk size, whom it tells of a committed chunk, and by what it
-    computes where it is given turns (`lane` None: the worker's own engine and thread).
+    """How a run acts: its names, its chunks' size and where they end, whom it tells of a committed
+    chunk, and by what it computes where it is given turns (`lane` None: the worker's own engine and
+    thread).
     """
 
     request_id: str
@@ -72,6 +79,7 @@ class RunTerms:
     chunk_tokens: int
     on_commit: OnCommit
     lane: ComputeLane | None = None
+    chunking: Chunking = Chunking.FIXED
 
 
 class PromptRun:
@@ -88,6 +96,7 @@ class PromptRun:
         self._stop = threading.Event()
         self._stopped_by = _CANCELLED
         self._chunks: list[tuple[ChunkPage, ...]] = []
+        self._owner = next(_OWNERS)
         self.log = HeldLog(log_id=view.head.log_id, generation=view.head.generation)
         self.table = PageTable.of_view(view, parts.geometry.block_tokens)
         self.times = RunTimes()
@@ -105,19 +114,28 @@ class PromptRun:
 
     async def compute_kv(self, turns: ChunkTurns | ChunkComputer) -> None:
         """Compute and commit everything that is missing, without logits."""
-        await self._compute(self._computer(turns), wants_logits=False)
+        await self._compute(self._computer(turns), None)
 
     async def compute(self, turns: ChunkTurns | ChunkComputer) -> Logits:
         """Compute and commit everything that is missing; the logits after the last position.
 
         Raises ServiceError: CANCELLED after `stop`, PAGES_EXHAUSTED, or what the store refused.
         """
+        found: list[Logits] = []
+
+        async def keep(logits: Logits) -> None:
+            found.append(logits)
+
+        await self.compute_then(turns, keep)
+        return found[0]
+
+    async def compute_then(self, turns: ChunkTurns | ChunkComputer, on_logits: OnLogits) -> None:
+        """As `compute`; the logits go to `on_logits`, beside which the last chunk is committed."""
         computer = self._computer(turns)
-        logits = await self._compute(computer, wants_logits=True)
-        if logits is None:
+        if not await self._compute(computer, on_logits):
             logits = await self._chunk_computed(computer, self._last_again())
-        assert logits is not None
-        return logits
+            assert logits is not None
+            await on_logits(logits)
 
     async def choose(self, state: OutputState, logits: Logits) -> OutputToken:
         """Sample the first token in the compute thread."""
@@ -145,24 +163,41 @@ class PromptRun:
     def _computer(self, turns: ChunkTurns | ChunkComputer) -> ChunkComputer:
         return turns if isinstance(turns, ChunkComputer) else OneByOne(self._lane, turns)
 
-    async def _compute(self, computer: ChunkComputer, *, wants_logits: bool) -> Logits | None:
+    async def _compute(self, computer: ChunkComputer, on_logits: OnLogits | None) -> bool:
+        """Whether there was anything to compute; `on_logits` None: nobody wants logits."""
         await self._require_pages()
-        first = self._view.head.committed_position
-        block_tokens = self._parts.geometry.block_tokens
+        chunks = await self._planned(self._view.head.committed_position)
         logits: Logits | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 committing: asyncio.Task[None] | None = None
-                for chunk in plan_chunks(first, self._end, self._terms.chunk_tokens, block_tokens):
-                    work = self._work(chunk, wants_logits=wants_logits and chunk.is_last)
+                for chunk in chunks:
+                    work = self._work(chunk, wants_logits=on_logits is not None and chunk.is_last)
                     logits = await self._chunk_computed(computer, work)
                     await faults.reach("prefill.after_compute")
                     await self._committed(committing)
                     committing = group.create_task(self._commit(chunk))
+                if logits is not None and on_logits is not None:
+                    await on_logits(logits)
                 await self._committed(committing)
         except* ServiceError as failures:
             raise first_failure(failures) from None
-        return logits
+        finally:
+            # Waits for a copy at most, and only where a chunk was not committed.
+            self._parts.stages.forget(self._owner)
+        return logits is not None
+
+    async def _planned(self, first: int) -> Iterable[Chunk]:
+        """The chunks of what is missing. Reading a long prompt's text takes a while: not here."""
+        tokens, block_tokens = self._terms.chunk_tokens, self._parts.geometry.block_tokens
+        if self._terms.chunking is Chunking.FIXED:
+            return plan_chunks(first, self._end, tokens, block_tokens)
+        spelt, ids = self._parts.tokenizer.decode_bytes, self._view.token_ids[: self._end]
+
+        def plan() -> list[Chunk]:
+            return plan_semantic(first, [spelt(item) for item in ids], tokens, block_tokens)
+
+        return await self._parts.packing.run(plan)
 
     async def _committed(self, committing: asyncio.Task[None] | None) -> None:
         """Wait for the commit under way, if there is one."""
@@ -193,6 +228,7 @@ class PromptRun:
                 page_table=self.table.pages(chunk.end),
                 wants_logits=wants_logits,
                 should_cancel=self._should_stop,
+                owner=self._owner,
             ),
             begin=lambda: unvouched.note(log_id, chunk.first),
             stop=self._stop.set,
@@ -267,7 +303,10 @@ class PromptRun:
         await self._terms.on_commit(chunk)
 
     def _packed(self, chunk: Chunk) -> tuple[PageRow, ...]:
-        """The checksums of a chunk's pages; a data fault damages the last page behind them."""
+        """The checksums of a chunk's pages, once its KV is there; a data fault damages the last
+        page behind them.
+        """
+        self._parts.stages.land(self._owner, chunk.first)
         rows = commit_rows(self._parts.arena, self.table, chunk.first, chunk.end)
         faults.reach_blocking("prefill.mid_upload")
         faults.damage("prefill.mid_upload", self._parts.arena.page(rows[-1].page))

@@ -33,7 +33,13 @@ from baton.worker.engine import WorkerParts
 from baton.worker.golden_watch import GoldenMeasures, GoldenWatch, WatchTools
 from baton.worker.held_logs import RENEWAL_INTERVAL_MAX_S, RENEWALS_PER_LEASE, renew_once
 from baton.worker.kernel_choice import KernelWish
-from baton.worker.startup import WorkerOptions, capability_or_dev, software_version, start_worker
+from baton.worker.startup import (
+    PromptDevice,
+    WorkerOptions,
+    capability_or_dev,
+    software_version,
+    start_worker,
+)
 
 _log = structlog.stdlib.get_logger("baton.worker")
 STARTING_LEASE_S: Final = 10.0
@@ -95,9 +101,18 @@ class WorkerShell:
 
 
 async def open_shell(
-    service: Service, config: WorkerConfig, role: Role, kernel: KernelWish | None = None
+    service: Service,
+    config: WorkerConfig,
+    role: Role,
+    *,
+    pass_tokens: int,
+    kernel: KernelWish | None = None,
+    device: PromptDevice | None = None,
 ) -> WorkerShell:
-    """Binds the port (so that a conflict is reported at once), then loads and attaches."""
+    """Binds the port (so that a conflict is reported at once), then loads and attaches.
+
+    `pass_tokens`: prompt tokens that the role computes in one go at most.
+    """
     metrics = Metrics(role.value)
     server = build_server(
         ServerOptions(
@@ -121,6 +136,8 @@ async def open_shell(
         kernel=kernel or KernelWish(),
         store_patience_s=config.kvstore_patience_s,
         has_int8_kv=config.kv_dtype is KvType.INT8,
+        device=device,
+        pass_tokens=pass_tokens,
     )
     parts = await start_worker(options, pool.get(config.kvstore), service.clock)
     return WorkerShell(

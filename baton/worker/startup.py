@@ -16,10 +16,11 @@ from typing import Final
 import structlog
 
 from baton.arena.client import KVStoreClient, WorkerIdentity
-from baton.arena.mapping import ArenaShape
+from baton.arena.mapping import ArenaShape, MappedArena
 from baton.capability import DEV_KEY, CapabilitySigner, Claims, Right
 from baton.clock import Clock, WaitingClock
 from baton.engine import golden_check
+from baton.engine.chunk_lanes import require_device
 from baton.engine.config import ModelConfig, read_config
 from baton.engine.finish import EndRule
 from baton.engine.golden_check import GoldenCheck, GoldenReference, TorchPath
@@ -40,8 +41,10 @@ from baton.worker.engine import WorkerParts
 from baton.worker.held_logs import HeldLogs
 from baton.worker.kernel_choice import KernelWish
 from baton.worker.kernel_engine import KernelEngine, OpenedKernel, open_kernel
+from baton.worker.kv_stages import InPlace, KvStages
 from baton.worker.memory import state_memory
 from baton.worker.self_test import measured_prefill_rate
+from baton.worker.staged_engine import StagedEngine
 from baton.worker.threads import Progress, WorkThread
 from baton.worker.torch_engine import TorchEngine
 
@@ -53,10 +56,22 @@ _log = structlog.stdlib.get_logger("baton.worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDevice:
+    """Where prompts are computed apart from the arena: torch's name of the device, its memory for
+    KV, and the tokens of a chunk, which copies to the arena are made for.
+    """
+
+    name: str
+    kv_bytes: int
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     """What a worker's configuration says of it. `context_max` None: the model's own.
 
-    `has_int8_kv`: KV is stored in int8, elsewhere in the type of computation.
+    `has_int8_kv`: KV is stored in int8, elsewhere in the type of computation. `device` None: all is
+    computed in the arena. `pass_tokens`: prompt tokens computed in one go at most.
     """
 
     worker_id: str
@@ -69,6 +84,8 @@ class WorkerOptions:
     kernel: KernelWish = field(default_factory=KernelWish)
     store_patience_s: float = STORE_PATIENCE_S
     has_int8_kv: bool = False
+    device: PromptDevice | None = None
+    pass_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,22 +145,27 @@ async def start_worker(
         raise StartupError(
             f"{options.worker_id} cannot start: {error.message}", hint=_hint(error)
         ) from error
-    pages = KvPages.from_buffer(
-        attached.arena.slots, identity.geometry, attached.arena.shape.page_count
-    )
-    transformer = Transformer(model.weights, pages)
+    transformer = Transformer(model.weights, _pages(options, attached.arena))
     check = await compute.run(lambda: _check_golden(transformer, reference))
     rate = await compute.run(lambda: measured_prefill_rate(transformer))
     _log.info("prefill_rate_measured", tokens_per_s=round(rate, 1))
-    engine = (
-        TorchEngine(transformer, check)
-        if checked is None
-        else KernelEngine(transformer, checked, check)
-    )
-    state_memory(model.weights, checked, attached.arena)
+    engine: TorchEngine | KernelEngine
+    stages: KvStages = InPlace()
+    if options.device is not None:
+        chunk_tokens = options.device.chunk_tokens
+        engine = stages = StagedEngine(transformer, attached.arena, chunk_tokens, check)
+    elif checked is None:
+        engine = TorchEngine(transformer, check)
+    else:
+        engine = KernelEngine(transformer, checked, check)
+    state_memory(model.weights, checked, attached.arena, options.pass_tokens)
     rule = EndRule(
         end_token_ids=frozenset(model.config.end_token_ids) | frozenset(model.bundle.eos_ids),
-        max_context=min(transformer.max_context, arena_tokens(attached.arena.shape)),
+        max_context=min(
+            transformer.max_context,
+            arena_tokens(attached.arena.shape),
+            transformer.pages.page_count * identity.geometry.block_tokens,
+        ),
     )
     return WorkerParts(
         identity=identity,
@@ -158,6 +180,7 @@ async def start_worker(
         lease_s=attached.lease_s,
         compute=compute,
         packing=packing,
+        stages=stages,
         progress=Progress(),
         held=HeldLogs(),
         prefill_rate=rate,
@@ -172,6 +195,27 @@ def arena_tokens(shape: ArenaShape) -> int:
     page is copied, and one for the first output.
     """
     return max(1, shape.page_count - TAKEN_PAGES) * shape.geometry.block_tokens
+
+
+def _pages(options: WorkerOptions, arena: MappedArena) -> KvPages:
+    """Where the torch forward keeps KV: in the arena, or in a device's memory."""
+    if options.device is None:
+        return KvPages.from_buffer(arena.slots, arena.geometry, arena.shape.page_count)
+    count = options.device.kv_bytes // arena.geometry.slot_bytes
+    if count == 0:
+        raise StartupError(
+            f"device_bytes: {options.device.kv_bytes} do not hold one page of "
+            f"{arena.geometry.slot_bytes}",
+            hint="give --device-bytes at least as much as the longest prompt's KV",
+            exit_code=2,
+        )
+    try:
+        return KvPages.allocate(arena.geometry, count, options.device.name)
+    except RuntimeError as error:
+        raise StartupError(
+            f"device_bytes: the device does not give {count} pages ({type(error).__name__})",
+            hint="lower --device-bytes, or compute on --device cpu",
+        ) from error
 
 
 def _geometry(options: WorkerOptions, model: _Model, block_tokens: int) -> KvGeometry:
@@ -226,6 +270,8 @@ def _identity(
 def _load(options: WorkerOptions) -> _Model:
     """Reads everything of the model; seconds, in the compute thread."""
     set_threads(options.threads)
+    device = "cpu" if options.device is None else options.device.name
+    require_device(device)
     files = resolve(options.model)
     config = read_config(files.path)
     _log.info("model_loading", model=files.name, dtype=options.dtype, threads=options.threads)
@@ -235,7 +281,10 @@ def _load(options: WorkerOptions) -> _Model:
         config=config,
         bundle=TextBundle.load(files.path),
         weights=load_weights(
-            files.path, ComputeDtype(options.dtype), max_context=options.context_max
+            files.path,
+            ComputeDtype(options.dtype),
+            max_context=options.context_max,
+            device=device,
         ),
         weight_hashes=weight_hashes(files.path),
     )
@@ -267,4 +316,6 @@ def _check_golden(transformer: Transformer, reference: GoldenReference) -> Golde
 def _hint(error: ServiceError) -> str | None:
     if error.reason in (Reason.COMPAT_MISMATCH, Reason.TOKENIZER_MISMATCH):
         return "give kvstore and workers the same --model and --dtype"
+    if error.reason is Reason.UNSUPPORTED and error.metadata.get("field") == "device":
+        return "compute on --device cpu, or install a build of torch for this machine's device"
     return None

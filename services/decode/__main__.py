@@ -16,6 +16,13 @@ from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
 from baton.metrics_families import STEP_KERNELS
 from baton.tracing import start_tracing
+from baton.worker.chunk_profile import (
+    chunk_tokens_for,
+    load_profile,
+    most_chunk_tokens,
+    this_machine,
+)
+from baton.worker.claims import OperatorCheck
 from baton.worker.draining import Draining
 from baton.worker.engine import WorkerParts
 from baton.worker.kernel_choice import KernelWish
@@ -39,7 +46,10 @@ async def wire(service: Service, config: DecodeConfig) -> None:
     kernel = KernelWish(
         choice=config.kernel, threads=config.threads, batch_max=config.active_sequences_max
     )
-    shell = await open_shell(service, config, Role.DECODE, kernel)
+    profile = load_profile(config.chunk_profile)
+    role, wanted = Role.DECODE, config.chunk_tokens
+    pass_tokens = most_chunk_tokens(role.value, profile, wanted)
+    shell = await open_shell(service, config, role, pass_tokens=pass_tokens, kernel=kernel)
     measures = DecodeMeasures(shell.metrics, shell.parts.prefill_rate)
     for name in STEP_KERNELS:
         measures.kernel.follow(partial(_is_kernel, shell.parts, name), kernel=name)
@@ -54,7 +64,9 @@ async def wire(service: Service, config: DecodeConfig) -> None:
             unreachable_s=config.kvstore_patience_s,
         ),
     )
-    terms = budget_terms(shell.parts, config.local_prefill_gap, config.chunk_tokens)
+    machine = (shell.parts.label, this_machine(config.threads))
+    chunk_tokens = chunk_tokens_for(role.value, profile, wanted, machine)
+    terms = budget_terms(shell.parts, config.local_prefill_gap, chunk_tokens)
     prefills = LocalPrefills(shell.parts, terms, service.clock, config.threads)
     prefills.show(shell.metrics)
     joiner = Joiner(shell.parts, service.clock, measures, prefills)
@@ -69,7 +81,8 @@ async def wire(service: Service, config: DecodeConfig) -> None:
             step_tokens_max=config.step_tokens_max,
         )
     )
-    draining = Draining(runner.drain_within, service.request_stop)
+    operators = OperatorCheck(shell.pool.get(config.kvstore))
+    draining = Draining(runner.drain_within, service.request_stop, operators.require)
     shell.server.register(
         decode_pb2_grpc.add_DecodeServiceServicer_to_server,
         DecodeServicer(runner, shell.parts, draining),
@@ -81,6 +94,7 @@ async def wire(service: Service, config: DecodeConfig) -> None:
             active=slots.active,
             queued=slots.reserved + slots.waiting,
             active_max=slots.active_max,
+            queue_max=slots.queue_max,
             token_rate=measures.token_rate,
             tpot_s=measures.tpot_s,
             prefill_token_rate=measures.compute_rate,

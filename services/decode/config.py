@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum, unique
+from pathlib import Path
 
 from baton.config import setting
 from baton.worker.config import WorkerConfig
@@ -44,11 +45,17 @@ class DecodeConfig(WorkerConfig):
         "what computes steps: torch; native, the step kernel or no start; auto, it or torch",
         default=KernelChoice.AUTO,
     )
-    chunk_tokens: int = setting(
-        "most tokens of a local prefill computed in one turn, rounded up to whole pages",
-        default=256,
+    chunk_tokens: int | None = setting(
+        "most tokens of a local prefill computed in one turn, rounded up to whole pages. What the "
+        "chunk profile says unless set, else 256",
+        default=None,
         minimum=1,
         maximum=65536,
+    )
+    chunk_profile: Path | None = setting(
+        "file that `baton tune chunk` wrote; one of another model or machine is ignored with one "
+        "line in the log that names the field",
+        default=None,
     )
     local_prefill_gap: float = setting(
         "how many times as long a local prefill may make the gap between the others' tokens",

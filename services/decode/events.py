@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from baton.arena.replay import HeldLog
 from baton.errors import ServiceError
 from baton.kv.label import PairLabel
+from baton.scheduling.claims import Claim
 from baton.worker.output import OutputToken
-from services.decode.scheduler import Claim, ServiceClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +82,27 @@ class SequenceEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """A gateway asks for a place, for at most `hold_s` seconds, for a log that will be
+    `total_tokens` long when it comes. `tenant`: its own word, worth a place in the queue.
+    """
+
+    request_id: str
+    total_tokens: int
+    hold_s: float
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartOrder:
     """A gateway hands over a log. Tokens from output index `next_index` on are wanted.
 
     `deadline_s` counts from now; None: no deadline. `label` None: the gateway did not say.
-    `received_s`: when the command came, by the worker's clock. Tenant, class and priority are what
-    the gateway verified.
+    `received_s`: when the command came, by the worker's clock. `claim`: whose it is, as its
+    capability says, and what the operator made of that.
     """
 
-    request_id: str
+    claim: Claim
     log: HeldLog
     capability: str
     next_index: int
@@ -99,16 +111,8 @@ class StartOrder:
     deadline_s: float | None = None
     traceparent: str | None = None
     received_s: float | None = None
-    tenant: str = ""
-    service_class: ServiceClass = ServiceClass.INTERACTIVE
-    priority: int = 0
 
     @property
-    def claim(self) -> Claim:
-        """What the scheduler knows of it."""
-        return Claim(
-            request_id=self.request_id,
-            tenant=self.tenant,
-            service_class=self.service_class,
-            priority=self.priority,
-        )
+    def request_id(self) -> str:
+        """The internal request id."""
+        return self.claim.request_id

@@ -361,7 +361,7 @@ class Joiner:
 
     def _turns(self, order: StartOrder, view: LogView) -> PromptTurns:
         head = view.head
-        return self._prefills.turns(order.tenant, head.log_id, head.committed_position)
+        return self._prefills.turns(order.claim, head.log_id, head.committed_position)
 
     def _terms(self, order: StartOrder) -> RunTerms:
         async def ignored(_chunk: Chunk) -> None:

@@ -26,6 +26,7 @@ from baton.clock import Clock
 from baton.engine.transformer import set_threads
 from baton.metrics import Metrics
 from baton.metrics_table import gauge
+from baton.scheduling.claims import Claim
 from baton.worker.engine import ComputeLane, PromptEngine, WorkerParts
 from baton.worker.threads import WorkThread
 from services.decode.local_prefill import BudgetTerms, GapBudget, TurnQueue
@@ -88,15 +89,15 @@ class LocalPrefills:
         if self._paced is not None:
             self._paced.nobody_decodes()
 
-    def turns(self, tenant: str, log_id: bytes, position: int) -> PromptTurns:
+    def turns(self, claim: Claim, log_id: bytes, position: int) -> PromptTurns:
         """The turns of one prompt, whose KV is missing from `position` on."""
-        return PromptTurns(self, tenant, (log_id, position))
+        return PromptTurns(self, claim, (log_id, position))
 
     @asynccontextmanager
-    async def turn(self, tenant: str, writes: tuple[bytes, int]) -> AsyncIterator[None]:
+    async def turn(self, claim: Claim, writes: tuple[bytes, int]) -> AsyncIterator[None]:
         """The right to compute one chunk, for the block."""
         key = next(self._keys)
-        await self._granted(key, tenant)
+        await self._granted(key, claim)
         began_s = self._clock.monotonic_s()
         try:
             yield
@@ -106,10 +107,10 @@ class LocalPrefills:
             self._queue.end_turn(key, self._clock.monotonic_s() - began_s)
             self._pass_on()
 
-    async def _granted(self, key: int, tenant: str) -> None:
+    async def _granted(self, key: int, claim: Claim) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[key] = waiter
-        self._queue.ask(key, tenant)
+        self._queue.ask(key, claim)
         self._pass_on()
         try:
             await waiter
@@ -119,7 +120,7 @@ class LocalPrefills:
                 self._queue.end_turn(key, 0.0)
                 self._pass_on()
             else:
-                self._queue.withdraw(key, tenant)
+                self._queue.withdraw(key, claim)
             raise
         finally:
             del self._waiting[key]
@@ -134,14 +135,14 @@ class LocalPrefills:
 class PromptTurns:
     """One prompt's `ChunkTurns`."""
 
-    def __init__(self, prefills: LocalPrefills, tenant: str, writes: tuple[bytes, int]) -> None:
+    def __init__(self, prefills: LocalPrefills, claim: Claim, writes: tuple[bytes, int]) -> None:
         self._prefills = prefills
-        self._tenant = tenant
+        self._claim = claim
         self._writes = writes
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """See `LocalPrefills.turn`."""
-        return self._prefills.turn(self._tenant, self._writes)
+        return self._prefills.turn(self._claim, self._writes)
 
 
 class PacedEngine:

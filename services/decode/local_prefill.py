@@ -13,9 +13,12 @@ thread that computes prompts: each number has one writer, and readers take any r
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Final
+
+from baton.scheduling.claims import Claim, Level
+from baton.scheduling.fairness import TenantTurns
 
 WEIGHT: Final = 0.1
 CLIP: Final = 8.0
@@ -30,8 +33,6 @@ REST_DECAY: Final = 0.99
 REST_STEP: Final = 0.002
 REST_S_MAX: Final = 0.25
 """The longest rest at a time: a cancel is seen after it."""
-REMEMBERED_MAX: Final = 1024
-"""Tenants whose share is remembered while none of their prompts waits."""
 STALE_STEPS: Final = 200
 """After so many steps beside a prompt a quiet one is wanted again."""
 
@@ -161,17 +162,14 @@ class GapBudget:
 
 
 class TurnQueue:
-    """Which prompt computes its next chunk: the tenant that had the least of the thread goes next,
-    its prompts one after the other.
-
-    A tenant that comes has had as much as the one that had least of those who are here: nobody
-    saves up, nobody pays for having come late.
+    """Which prompt computes its next chunk: of the highest level that asks the tenant that had the
+    least of the thread (`baton.scheduling.fairness`), its prompts one after the other.
     """
 
     def __init__(self) -> None:
-        self._asking: dict[str, deque[int]] = {}
-        self._served_s: dict[str, float] = {}
-        self._holder: tuple[int, str] | None = None
+        self._turns: defaultdict[Level, TenantTurns] = defaultdict(TenantTurns)
+        self._asking: dict[tuple[Level, str], deque[tuple[int, Claim]]] = {}
+        self._holder: tuple[int, Claim] | None = None
 
     @property
     def holder(self) -> int | None:
@@ -181,41 +179,37 @@ class TurnQueue:
     def __len__(self) -> int:
         return sum(len(keys) for keys in self._asking.values())
 
-    def ask(self, key: int, tenant: str) -> None:
+    def ask(self, key: int, claim: Claim) -> None:
         """A prompt could compute a chunk; `key` is its own for this turn."""
-        here = set(self._asking) | (set() if self._holder is None else {self._holder[1]})
-        if tenant not in here:
-            floor = min((self._served_s[name] for name in here), default=0.0)
-            if not here:
-                self._served_s.clear()
-            elif len(self._served_s) >= REMEMBERED_MAX:
-                self._served_s = {name: self._served_s[name] for name in here}
-            self._served_s[tenant] = max(floor, self._served_s.get(tenant, 0.0))
-        self._asking.setdefault(tenant, deque()).append(key)
+        if (claim.level, claim.tenant) not in self._asking:
+            self._turns[claim.level].come(claim.tenant)
+        self._asking.setdefault((claim.level, claim.tenant), deque()).append((key, claim))
 
-    def withdraw(self, key: int, tenant: str) -> None:
+    def withdraw(self, key: int, claim: Claim) -> None:
         """It no longer asks."""
-        keys = self._asking[tenant]
-        keys.remove(key)
-        if not keys:
-            del self._asking[tenant]
+        asking = self._asking[claim.level, claim.tenant]
+        asking.remove((key, claim))
+        if not asking:
+            del self._asking[claim.level, claim.tenant]
 
     def next_turn(self) -> int | None:
         """Gives the turn; None when it is taken or nobody asks."""
         if self._holder is not None or not self._asking:
             return None
-        tenant = min(self._asking, key=self._served_s.__getitem__)
-        key = self._asking[tenant][0]
-        self.withdraw(key, tenant)
-        self._holder = (key, tenant)
-        return key
+        highest = max(level for level, _ in self._asking)
+        turns = self._turns[highest]
+        tenant = turns.next_of(name for level, name in self._asking if level == highest)
+        assert tenant is not None
+        self._holder = self._asking[highest, tenant][0]
+        self.withdraw(*self._holder)
+        return self._holder[0]
 
     def end_turn(self, key: int, seconds: float) -> None:
         """The turn is over; it took so long."""
         assert self._holder is not None
         assert self._holder[0] == key, (self._holder, key)
-        self._served_s[self._holder[1]] += max(0.0, seconds)
-        self._holder = None
+        claim, self._holder = self._holder[1], None
+        self._turns[claim.level].charge(claim.tenant, seconds, claim.weight)
 
 
 def _moved(old: float | None, new: float) -> float:

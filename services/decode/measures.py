@@ -12,7 +12,8 @@ from baton.errors import Reason
 from baton.metrics import Metrics
 from baton.metrics_families import FINISHED
 from baton.metrics_table import counter, gauge, histogram
-from services.decode.scheduler import Cause, ServiceClass, SlotScheduler
+from baton.scheduling.claims import ServiceClass
+from services.decode.scheduler import Cause, SlotScheduler
 
 RATE_WEIGHT: Final = 0.1
 START_TOKENS: Final = 64.0

@@ -113,7 +113,8 @@ class Queue:
             member = self._members[request_id]
             now_s = self._clock.monotonic_s()
             if not member.is_announced:
-                self._measures.admitted(member.order.service_class, now_s - member.track.received_s)
+                waited_s = now_s - member.track.received_s
+                self._measures.admitted(member.order.claim.service_class, waited_s)
             member.track.admitted(now_s)
             self._loop.begin(member, partial(self._loop.join, member))
 

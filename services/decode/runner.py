@@ -32,7 +32,15 @@ from baton.ids import new_error_id
 from baton.stages import DECODE_QUEUE_WAIT
 from baton.tracing import span
 from baton.worker.engine import WorkerParts
-from services.decode.events import Failed, Produced, SequenceEvent, Started, StartOrder, Waiting
+from services.decode.events import (
+    Failed,
+    Produced,
+    Reservation,
+    SequenceEvent,
+    Started,
+    StartOrder,
+    Waiting,
+)
 from services.decode.feeding import Feeder
 from services.decode.joining import Holder, Joined, Joiner
 from services.decode.machine import Sequence, StepInput
@@ -130,17 +138,18 @@ class Runner:
             self._hand_back()
         self._appends.close()
 
-    def prepare(self, request_id: str, total_tokens: int, hold_s: float) -> int:
+    def prepare(self, place: Reservation) -> int:
         """Reserve a place for a sequence to come; returns the sequences running now."""
         self._require_taking()
-        if total_tokens > self._parts.context_max:
+        if place.total_tokens > self._parts.context_max:
             raise ServiceError(
                 Reason.PROMPT_TOO_LONG,
-                f"the prompt and one token need {total_tokens} tokens; this worker holds at most "
-                f"{self._parts.context_max}",
+                f"the prompt and one token need {place.total_tokens} tokens; this worker holds at "
+                f"most {self._parts.context_max}",
                 field="prompt_tokens",
             )
-        self._slots.reserve(request_id, self._clock.monotonic_s(), hold_s)
+        now_s = self._clock.monotonic_s()
+        self._slots.reserve(place.request_id, now_s, place.hold_s, place.tenant)
         return self._slots.active
 
     def start(self, order: StartOrder, outbox: Outbox) -> None:

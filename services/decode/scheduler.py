@@ -5,12 +5,13 @@ runner's, who tells when it is done.
 
 A sequence *waits* until it is admitted to a slot, and is *active* until it leaves or is preempted:
 then it waits again, and is not admitted before it is `settled` (its log given up). Of what waits
-the highest level, (class, priority), goes first; within it the tenant served least of late; of a
-tenant's own what was preempted, then what came first.
+the highest level, (class, priority), goes first; within it the tenant served least of late, by
+weight (`baton.scheduling.fairness`); of a tenant's own what was preempted, then what came first.
 
 Invariants: active never exceeds `active_max`; active, waiting and reserved together never exceed
-`active_max + queue_max`; nothing preempts a higher level, and the oldest of the highest level is
-never preempted for pages while another can be: so somebody always gets to its end.
+`active_max + queue_max`, but for at most `queue_max` more of tenants that have less than their part
+of these places; nothing preempts a higher level, and the oldest of the highest level is never
+preempted for pages while another can be: so somebody always gets to its end.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum, unique
-from typing import Final, TypeAlias
+from enum import StrEnum, unique
+from typing import Final
 
 from baton.errors import Reason, ServiceError
-from services.decode.fairness import ServiceLedger
+from baton.scheduling.claims import Claim, Level, ServiceClass
+from baton.scheduling.fairness import ServiceLedger, is_below_share
 
 HOLD_MAX_S: Final = 120.0
 RETRY_AFTER_S: Final = 0.5
@@ -48,38 +50,12 @@ SHORT_FOR_S: Final = 5.0
 
 
 @unique
-class ServiceClass(IntEnum):
-    """A higher one goes first."""
-
-    BATCH = 0
-    INTERACTIVE = 1
-
-
-@unique
 class Cause(StrEnum):
     """What a sequence was preempted for."""
 
     PAGES = "pages"
     CLASS = "class"
     TENANT = "tenant"
-
-
-Level: TypeAlias = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """Who asks for a slot, as the gateway verified."""
-
-    request_id: str
-    tenant: str = ""
-    service_class: ServiceClass = ServiceClass.INTERACTIVE
-    priority: int = 0
-
-    @property
-    def level(self) -> Level:
-        """What goes before what."""
-        return (int(self.service_class), self.priority)
 
 
 @dataclass(slots=True)
@@ -139,7 +115,8 @@ class SlotScheduler:
         self.active_max = active_max
         self.queue_max = QUEUE_FACTOR * active_max if queue_max is None else queue_max
         self._entries: dict[str, _Entry] = {}
-        self._reserved: dict[str, float] = {}
+        # Until when, and for which tenant.
+        self._reserved: dict[str, tuple[float, str]] = {}
         self._ledger = ServiceLedger()
         self._arrivals = 0
         self._releases = 0
@@ -188,23 +165,23 @@ class SlotScheduler:
 
     # --- coming and going -------------------------------------------------------------------
 
-    def reserve(self, request_id: str, now_s: float, hold_s: float) -> None:
+    def reserve(self, request_id: str, now_s: float, hold_s: float, tenant: str = "") -> None:
         """Hold a place for `hold_s` seconds, at most HOLD_MAX_S; again for the same id: anew.
 
-        Raises ServiceError QUEUE_FULL when slots and queue are full.
+        Raises ServiceError QUEUE_FULL when slots and queue are full, as `enter` does.
         """
         self.expire(now_s)
         if request_id in self._entries:
             return
         if request_id not in self._reserved:
-            self._require_room()
-        self._reserved[request_id] = now_s + min(max(hold_s, 0.0), HOLD_MAX_S)
+            self._require_room(tenant)
+        self._reserved[request_id] = (now_s + min(max(hold_s, 0.0), HOLD_MAX_S), tenant)
 
     def enter(self, claim: Claim, now_s: float) -> None:
         """Begin to wait, in the reserved place if there is one; `admit` says when it goes on.
 
-        Raises ServiceError QUEUE_FULL when slots and queue are full, ALREADY_EXISTS for an id that
-        is here.
+        Raises ServiceError QUEUE_FULL when slots and queue are full, unless the tenant has less
+        than its part of them; ALREADY_EXISTS for an id that is here.
         """
         self.expire(now_s)
         if claim.request_id in self._entries:
@@ -214,7 +191,7 @@ class SlotScheduler:
                 field="request_id",
             )
         if self._reserved.pop(claim.request_id, None) is None:
-            self._require_room()
+            self._require_room(claim.tenant)
         self._arrivals += 1
         self._entries[claim.request_id] = _Entry(claim, self._arrivals, now_s)
 
@@ -227,7 +204,7 @@ class SlotScheduler:
 
     def expire(self, now_s: float) -> None:
         """Forget reservations whose time has come."""
-        for request_id in [key for key, until in self._reserved.items() if until <= now_s]:
+        for request_id in [key for key, held in self._reserved.items() if held[0] <= now_s]:
             del self._reserved[request_id]
 
     # --- waiting and running ----------------------------------------------------------------
@@ -239,7 +216,7 @@ class SlotScheduler:
         while free > 0 and (entry := self._next(now_s)) is not None:
             entry.is_active, entry.is_settled = True, False
             # So that of tenants who were served nothing yet each gets one in turn.
-            self._ledger.charge(entry.claim.tenant, 1.0, now_s)
+            self._charge(entry, 1.0, now_s)
             admitted.append(entry.claim.request_id)
             free -= 1
         return admitted
@@ -266,7 +243,7 @@ class SlotScheduler:
         entry = self._entries.get(request_id)
         if entry is None:
             return
-        self._ledger.charge(entry.claim.tenant, float(tokens), now_s)
+        self._charge(entry, float(tokens), now_s)
         if entry.is_active:
             entry.gate, entry.refusals, entry.is_starved = None, 0, False
 
@@ -288,8 +265,8 @@ class SlotScheduler:
     def choose_step(self, ready: Sequence[str], tokens_max: int | None) -> list[str]:
         """Whose token is computed now, of those that could step: all, or at most `tokens_max`.
 
-        The higher level first, then the tenant that has fewest in this step, then who has waited
-        for a step longest.
+        The higher level first, then the tenant that has fewest in this step by its weight, then
+        who has waited for a step longest.
         """
         self._steps += 1
         chosen = list(ready)
@@ -305,11 +282,12 @@ class SlotScheduler:
             key=lambda one: (one.last_step, one.number),
         )
         turns: Counter[tuple[Level, str]] = Counter()
-        ranks: dict[str, tuple[int, int, int, int, int]] = {}
+        ranks: dict[str, tuple[int, int, float, int, int]] = {}
         for one in entries:
             group = (one.claim.level, one.claim.tenant)
             service_class, priority = one.claim.level
-            rank = (-service_class, -priority, turns[group], one.last_step, one.number)
+            turn = turns[group] / one.claim.weight
+            rank = (-service_class, -priority, turn, one.last_step, one.number)
             ranks[one.claim.request_id] = rank
             turns[group] += 1
         return sorted(ready, key=ranks.__getitem__)
@@ -334,14 +312,20 @@ class SlotScheduler:
         """The youngest of the tenant that has more slots than its share, for one that has less."""
         peers = [one for one in self._stepping() if one.claim.level == wanting.claim.level]
         slots = Counter(one.claim.tenant for one in self._running(wanting.claim.level))
-        own, own_served = wanting.claim.tenant, self._ledger.served(wanting.claim.tenant, now_s)
-        tenants = {one.claim.tenant for one in peers} - {own}
-        if not tenants:
+        own, weight = wanting.claim.tenant, wanting.claim.weight
+        weights = {one.claim.tenant: one.claim.weight for one in peers} | {own: weight}
+
+        def rank(name: str) -> tuple[float, float, str]:
+            """Slots by weight, then tokens of late by weight."""
+            return (slots[name] / weights[name], self._ledger.served(name, now_s), name)
+
+        other = max(weights.keys() - {own}, key=rank, default=None)
+        if other is None or rank(other)[0] <= rank(own)[0]:
             return None
-        other = max(tenants, key=lambda name: (slots[name], self._ledger.served(name, now_s), name))
-        ahead = slots[other] - slots[own]
-        is_its_turn = self._ledger.served(other, now_s) - own_served >= TURN_TOKENS
-        if ahead < 1 or (ahead < 2 and not is_its_turn):
+        # As many slots by weight as it, or fewer, with one more: then its share is owed to it.
+        is_owed = (slots[own] + 1) * weights[other] <= (slots[other] - 1) * weight
+        is_its_turn = rank(other)[1] - rank(own)[1] >= TURN_TOKENS
+        if not (is_owed or is_its_turn):
             return None
         victim = max((one for one in peers if one.claim.tenant == other), key=_number)
         return Preemption(request_id=victim.claim.request_id, cause=Cause.TENANT)
@@ -387,7 +371,7 @@ class SlotScheduler:
     def check_invariants(self) -> None:
         """For tests and idle moments."""
         assert self.active <= self.active_max
-        assert len(self._entries) + len(self._reserved) <= self.active_max + self.queue_max
+        assert len(self._entries) + len(self._reserved) <= self.active_max + 2 * self.queue_max
         assert not self._entries.keys() & self._reserved.keys()
 
     def _waiting(self) -> Iterator[_Entry]:
@@ -443,6 +427,9 @@ class SlotScheduler:
             other.is_active and not other.is_settled for other in self._entries.values()
         )
 
+    def _charge(self, entry: _Entry, tokens: float, now_s: float) -> None:
+        self._ledger.charge(entry.claim.tenant, tokens, now_s, entry.claim.weight)
+
     def _release(self, entry: _Entry) -> None:
         self._releases += 1
         self._releases_of[entry.claim.tenant] += 1
@@ -457,9 +444,15 @@ class SlotScheduler:
     def _youngest_of_lowest(entries: Iterable[_Entry]) -> _Entry | None:
         return min(entries, key=lambda one: (one.claim.level, -one.number), default=None)
 
-    def _require_room(self) -> None:
-        places = self.active_max + self.queue_max
-        if len(self._entries) + len(self._reserved) >= places:
+    def _require_room(self, tenant: str) -> None:
+        places, taken = self.active_max + self.queue_max, len(self._entries) + len(self._reserved)
+        if taken < places:
+            return
+        held = Counter(one.claim.tenant for one in self._entries.values())
+        held.update(name for _, name in self._reserved.values())
+        tenants = len(held.keys() | {tenant})
+        is_full = taken >= places + self.queue_max
+        if is_full or not is_below_share(held[tenant], places, tenants):
             raise ServiceError(
                 Reason.QUEUE_FULL,
                 f"all {self.active_max} slots and {self.queue_max} places in the queue of this "

@@ -20,6 +20,7 @@ from baton.kv.label import require_match
 from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.errors import error_to_proto
 from baton.wire.label import label_from_proto
+from baton.worker.claims import Asked, claim_of
 from baton.worker.draining import Draining
 from baton.worker.engine import WorkerParts
 from baton.worker.failures import first_failure
@@ -27,6 +28,7 @@ from baton.worker.wire_events import exactness_to_proto, token_to_proto, usage_t
 from services.decode.events import (
     Failed,
     Produced,
+    Reservation,
     SequenceEvent,
     Started,
     StartOrder,
@@ -34,12 +36,9 @@ from services.decode.events import (
 )
 from services.decode.outbox import Outbox
 from services.decode.runner import Runner
-from services.decode.scheduler import ServiceClass
 
 HOLD_DEFAULT_S: Final = 30.0
 NAME_CHARS_MAX: Final = 256
-
-_CLASSES: Final = {decode_pb2.SERVICE_CLASS_BATCH: ServiceClass.BATCH}
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Commands = AsyncIterator[decode_pb2.RunRequest]
@@ -64,7 +63,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if request.HasField("label"):
             require_match(self._parts.label, label_from_proto(request.label))
         hold_s = duration_from_proto(request.hold) if request.HasField("hold") else HOLD_DEFAULT_S
-        active = self._runner.prepare(request.request_id, request.prompt_tokens + 1, hold_s)
+        place = Reservation(
+            request_id=request.request_id,
+            total_tokens=request.prompt_tokens + 1,
+            hold_s=hold_s,
+            tenant=request.tenant[:NAME_CHARS_MAX],
+        )
+        active = self._runner.prepare(place)
         return decode_pb2.PrepareResponse(active=active)
 
     # A coroutine that writes, not a generator: events come while the command side still reads.
@@ -102,7 +107,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         process.
         """
         timeout_s = duration_from_proto(request.timeout)
-        return decode_pb2.DrainResponse(remaining=await self._draining.by_call(timeout_s))
+        remaining = await self._draining.by_call(timeout_s, request.capability)
+        return decode_pb2.DrainResponse(remaining=remaining)
 
     def _obey(self, command: decode_pb2.RunRequest, outbox: Outbox) -> None:
         """One command of an open stream; a malformed one ends only its own sequence."""
@@ -170,8 +176,19 @@ def _order(start: decode_pb2.StartSequence) -> StartOrder:
         raise ServiceError(
             Reason.INVALID_REQUEST, f"log_id must be {LOG_ID_BYTES} bytes", field="start.log_id"
         )
+    claim = claim_of(
+        Asked(
+            request_id=start.request_id,
+            capability=start.capability,
+            tenant=start.tenant,
+            service_class=start.service_class,
+            priority=start.priority,
+            weight=start.weight,
+            at="start.",
+        )
+    )
     return StartOrder(
-        request_id=start.request_id,
+        claim=claim,
         log=HeldLog(log_id=start.log_id, generation=start.generation),
         capability=start.capability,
         next_index=start.next_index,
@@ -179,9 +196,6 @@ def _order(start: decode_pb2.StartSequence) -> StartOrder:
         label=label_from_proto(start.label) if start.HasField("label") else None,
         deadline_s=duration_from_proto(start.deadline) if start.HasField("deadline") else None,
         traceparent=start.traceparent or None,
-        tenant=start.tenant[:NAME_CHARS_MAX],
-        service_class=_CLASSES.get(start.service_class, ServiceClass.INTERACTIVE),
-        priority=start.priority,
     )
 
 

@@ -33,9 +33,10 @@ from baton.process_files import write_port_file
 from baton.rpc.interceptor import CallLimits
 from baton.rpc.measures import RpcMeasures
 from baton.rpc.server import RpcServer, ServerOptions, build_server, is_loopback
+from baton.scheduling.claims import ServiceClass
 from baton.text.bundle import TextBundle
 from baton.tracing import start_tracing
-from services.gateway.auth import Authenticator, load_tenants
+from services.gateway.auth import Authenticator
 from services.gateway.cleanup import Cleanup
 from services.gateway.client_prefixes import PrefixClient
 from services.gateway.clients import DecodeClient, MergerClient, PrefillClient, StoreClient
@@ -61,6 +62,7 @@ from services.gateway.servicer_sessions import SessionsServicer
 from services.gateway.shared_limits import SharedLimits
 from services.gateway.shared_store import SharedStore
 from services.gateway.sharing import start_redis, start_sharing
+from services.gateway.tenants_file import load_tenants
 from services.gateway.traces import TraceGatherer
 
 _log = structlog.stdlib.get_logger("baton.gateway")
@@ -184,7 +186,14 @@ async def _core(
     limits = RequestLimits(
         sequences_max=config.sequences_max, tenant_sequences_max=config.tenant_sequences_max
     )
+    parts.planner.is_below_share = limits.is_below_share
     measures = GatewayMeasures(metrics)
+    measures.promise(
+        {
+            ServiceClass.INTERACTIVE: config.interactive_slo_s,
+            ServiceClass.BATCH: config.batch_slo_s,
+        }
+    )
     measures.follow_running(lambda: limits.running, lambda: cleanup.pending)
     measures.follow_handoffs(parts.handoffs)
     measures.follow_workers(hub)

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from baton.errors import Reason, ServiceError
 from services.gateway.events import Completed, Event, FirstToken
+from services.gateway.limits import RateState
 from services.gateway.request import SequenceRequest
 
 QUEUE_MAX: Final = 64
@@ -50,6 +51,8 @@ class Events:
     def __init__(self, count: int) -> None:
         self._queue: asyncio.Queue[Indexed | ServiceError] = asyncio.Queue(QUEUE_MAX)
         self._open = count
+        self.rate: RateState | None = None
+        """What is left of the tenant's limit; None: it has none."""
 
         self._cancelled = asyncio.Event()
 

@@ -23,6 +23,7 @@ from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.finish import finish_from_proto
 from baton.wire.sampling import sampling_to_proto
 from baton.wire.segments import manifest_from_proto, manifest_to_proto, segment_to_proto
+from baton.wire.service_class import class_to_proto
 from services.gateway.events import Exactness, TokenDelta, TokenUsage
 from services.gateway.legs import Leg
 from services.gateway.registry import WorkerRecord
@@ -227,7 +228,7 @@ class PrefillClient:
         self, leg: Leg, capability: str, *, timeout_s: float, kv_only: bool = False
     ) -> Sealed:
         """Run a log's prefill to its seal. WORKER_LOST when the stream ends without it."""
-        worker = leg.plan.writer
+        worker, tenant = leg.plan.writer, leg.request.tenant
         message = prefill_pb2.RunRequest(
             request_id=leg.request.request_id,
             log_id=leg.log_id,
@@ -235,7 +236,10 @@ class PrefillClient:
             capability=capability,
             label=label_message(worker),
             kv_only=kv_only,
-            tenant=leg.request.tenant.name,
+            tenant=tenant.name,
+            service_class=class_to_proto(tenant.service_class),
+            priority=tenant.priority,
+            weight=tenant.weight,
         )
         call = self._stub(worker.address).Run(message, timeout=timeout_s)
         try:
@@ -287,6 +291,7 @@ class DecodeClient:
             max_tokens=request.sampling.max_tokens or 0,
             label=label_message(worker),
             hold=duration_to_proto(PREPARE_HOLD_S),
+            tenant=request.tenant.name,
         )
         try:
             await self._stub(worker.address).Prepare(message, timeout=CONTROL_TIMEOUT_S)

@@ -80,6 +80,12 @@ class GatewayConfig:
     prefill_queue_max: int = setting(
         "A prefill worker with this many queued prompts gets no more.", default=64, minimum=1
     )
+    interactive_slo_s: float = setting(
+        "Seconds to the first token that interactive tenants are promised; counted, not enforced.",
+        default=2.0,
+        minimum=0.001,
+    )
+    batch_slo_s: float = setting("The same for batch tenants.", default=60.0, minimum=0.001)
     dead_after_s: float = setting(
         "Silence after which a worker counts as dead, seconds.", default=1.5, minimum=0.1
     )

@@ -211,9 +211,10 @@ class GatewayCore:
         """Admit and run; the block reads the events."""
         first = members[0].request
         async with (
-            self.limits.admitted(first.tenant.name, len(members)),
+            self.limits.admitted(first.tenant.name, len(members)) as rate,
             running(members, self._runner) as events,
         ):
+            events.rate = rate
             key = (first.tenant.name, first.request_id)
             self._cancels[key] = events.cancel
             try:

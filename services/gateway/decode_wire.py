@@ -8,26 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Final
 
 from baton.api.decode.v1 import decode_pb2, decode_pb2_grpc
 from baton.client import ChannelPool
 from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.errors import error_from_proto
+from baton.wire.service_class import class_to_proto
 from services.gateway.inbox import Failed, SequenceEvent, Started, Token, Waiting
 from services.gateway.registry import WorkerRecord
-from services.gateway.request import ServiceClass
+from services.gateway.request import Tenant
 from services.gateway.wire import (
     delta_from_proto,
     exactness_from_proto,
     label_message,
     usage_from_proto,
 )
-
-_CLASSES: Final = {
-    ServiceClass.INTERACTIVE: decode_pb2.SERVICE_CLASS_INTERACTIVE,
-    ServiceClass.BATCH: decode_pb2.SERVICE_CLASS_BATCH,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +37,8 @@ class StartCommand:
     is_local_prefill: bool
     deadline_in_s: float
     traceparent: str | None
+    tenant: Tenant
     start_s_max: float = math.inf
-    tenant: str = ""
-    service_class: ServiceClass = ServiceClass.INTERACTIVE
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +100,10 @@ def _start(command: StartCommand, worker: WorkerRecord) -> decode_pb2.StartSeque
         label=label_message(worker),
         deadline=duration_to_proto(max(command.deadline_in_s, 0.001)),
         traceparent=command.traceparent or "",
-        tenant=command.tenant,
-        service_class=_CLASSES[command.service_class],
-        priority=command.priority,
+        tenant=command.tenant.name,
+        service_class=class_to_proto(command.tenant.service_class),
+        priority=command.tenant.priority,
+        weight=command.tenant.weight,
     )
 
 

@@ -6,6 +6,7 @@ what does not fit is refused at once. What other gateways say comes on top, wher
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import (
@@ -14,13 +15,26 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from baton.clock import Clock
 from baton.errors import Reason, ServiceError
+from baton.scheduling.fairness import is_below_share
 
 RETRY_AFTER_S = 1.0
 RATE_WINDOW_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateState:
+    """What a tenant with a limit may still ask for: `remaining` requests of `limit` a minute; all
+    of them again `reset_s` seconds from now.
+    """
+
+    limit: int
+    remaining: int
+    reset_s: float
 
 
 class RequestLimits:
@@ -41,6 +55,11 @@ class RequestLimits:
     def of(self, tenant: str) -> int:
         """Slots that a tenant holds."""
         return self._by_tenant.get(tenant, 0)
+
+    def is_below_share(self, tenant: str) -> bool:
+        """Whether the tenant has less than its part of what runs here, by how many run any."""
+        tenants = len(self._by_tenant.keys() | {tenant})
+        return is_below_share(self.of(tenant), self._running, tenants)
 
     @contextmanager
     def admitted(self, tenant: str, sequences: int) -> Iterator[None]:
@@ -81,11 +100,13 @@ class RateLimits:
         """Requests a minute; None: no limit."""
         return self._limits.get(tenant)
 
-    def count(self, tenant: str) -> None:
-        """Count a request; QUOTA_EXCEEDED when the last minute had all that the tenant may have."""
+    def count(self, tenant: str) -> RateState | None:
+        """Count a request; QUOTA_EXCEEDED when the last minute had all that the tenant may have.
+        None for a tenant without a limit.
+        """
         limit = self.limit_of(tenant)
         if limit is None:
-            return
+            return None
         now_s = self._clock.monotonic_s()
         began_s = self._began_s.setdefault(tenant, deque())
         while began_s and began_s[0] <= now_s - RATE_WINDOW_S:
@@ -93,6 +114,7 @@ class RateLimits:
         if len(began_s) >= limit:
             raise rate_refused(limit, began_s[0] + RATE_WINDOW_S - now_s)
         began_s.append(now_s)
+        return RateState(limit=limit, remaining=limit - len(began_s), reset_s=RATE_WINDOW_S)
 
     def uncount(self, tenant: str) -> None:
         """Take back the newest count: the request was refused elsewhere."""
@@ -106,8 +128,10 @@ class AcrossGateways(Protocol):
 
     def admitted(
         self, tenant: str, sequences: int, requests_per_minute: int | None
-    ) -> AbstractAsyncContextManager[None]:
-        """Hold the tenant's places for the block; QUOTA_EXCEEDED where there is none left."""
+    ) -> AbstractAsyncContextManager[int | None]:
+        """Hold the tenant's places for the block; QUOTA_EXCEEDED where there is none left. Gives
+        how many requests of this minute are left; None where nobody could say.
+        """
         ...
 
 
@@ -121,24 +145,31 @@ class Admission:
         self._rates = rates
         self._across = across
 
+    def is_below_share(self, tenant: str) -> bool:
+        """Whether the tenant has less than its part of what runs at this gateway."""
+        return self._limits.is_below_share(tenant)
+
     @asynccontextmanager
-    async def admitted(self, tenant: str, sequences: int) -> AsyncIterator[None]:
-        """Hold slots and places for the block.
+    async def admitted(self, tenant: str, sequences: int) -> AsyncIterator[RateState | None]:
+        """Hold slots and places for the block; gives what is left of a tenant's limit.
 
         QUOTA_EXCEEDED (429) over the tenant's share or rate, QUEUE_FULL (503) when the gateway is
         full.
         """
         async with AsyncExitStack() as held:
             held.enter_context(self._limits.admitted(tenant, sequences))
-            self._rates.count(tenant)
+            state = self._rates.count(tenant)
             if self._across is not None:
                 limit = self._rates.limit_of(tenant)
+                across = self._across.admitted(tenant, sequences, limit)
                 try:
-                    await held.enter_async_context(self._across.admitted(tenant, sequences, limit))
+                    left = await held.enter_async_context(across)
                 except ServiceError:
                     self._rates.uncount(tenant)
                     raise
-            yield
+                if state is not None and left is not None:
+                    state = replace(state, remaining=min(state.remaining, left))
+            yield state
 
 
 def share_refused(sequences_max: int) -> ServiceError:
@@ -152,8 +183,11 @@ def share_refused(sequences_max: int) -> ServiceError:
 
 def rate_refused(requests_per_minute: int, after_s: float) -> ServiceError:
     """A tenant asked as often as it may."""
+    after_s = max(RETRY_AFTER_S, after_s)
     return ServiceError(
         Reason.QUOTA_EXCEEDED,
-        f"at most {requests_per_minute} requests a minute for this tenant",
-        retry_after_s=max(RETRY_AFTER_S, after_s),
+        f"at most {requests_per_minute} requests a minute for this tenant; the next one after "
+        f"{math.ceil(after_s)} s",
+        metadata={"requests_per_minute": str(requests_per_minute)},
+        retry_after_s=after_s,
     )

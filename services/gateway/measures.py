@@ -6,7 +6,7 @@ routes, outcomes, reasons; never from what a client sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.errors import Reason
@@ -15,6 +15,7 @@ from baton.log import CanonicalLine, log_canonical_line
 from baton.metrics import Metrics
 from baton.metrics_families import HAND_OFF_STATES, OVERLOAD_REASONS, SERVICES
 from baton.metrics_table import counter, counter_following, gauge, histogram
+from baton.scheduling.claims import ServiceClass
 from baton.stages import KV_TRANSFER, KV_UNPACK, REQUEST_QUEUE_WAIT
 from services.gateway.events import Completed
 from services.gateway.handoffs import HandOffs
@@ -35,6 +36,8 @@ class GatewayMeasures:
         self._rejections = counter(metrics, "baton_admission_rejections")
         self._answers = counter(metrics, "baton_answers")
         self._ttft = histogram(metrics, "baton_time_to_first_token_seconds")
+        self._first_tokens = counter(metrics, "baton_first_tokens")
+        self._slos: dict[ServiceClass, float] = {}
         self._e2e = histogram(metrics, "baton_e2e_request_latency_seconds")
         self._tpot = histogram(metrics, "baton_request_time_per_output_token_seconds")
         self._queue = histogram(metrics, "baton_request_queue_time_seconds")
@@ -51,6 +54,10 @@ class GatewayMeasures:
         self._fallbacks = counter(metrics, "baton_prefill_fallbacks")
         self._brought = counter(metrics, "baton_logs_brought")
         self._hidden = histogram(metrics, "baton_hidden_transfer_share")
+
+    def promise(self, slos: Mapping[ServiceClass, float]) -> None:
+        """Seconds to the first token that each class is promised; without, nothing is counted."""
+        self._slos = dict(slos)
 
     def follow_running(self, read: Callable[[], float], pending: Callable[[], float]) -> None:
         """Gauges of answers under way and of clean-ups not yet done."""
@@ -95,6 +102,7 @@ class GatewayMeasures:
             self._errors.add(reason=line.error.value)
             if line.error.value in OVERLOAD_REASONS:
                 self._rejections.add(reason=line.error.value)
+        self._count_first_token(line)
         for answer in line.answers:
             self._count_answer(answer)
         if not line.answers:
@@ -102,6 +110,17 @@ class GatewayMeasures:
             self._ttft.observe(line.first_token_after_s or line.elapsed_s, outcome=line.outcome)
             self._e2e.observe(line.elapsed_s, outcome=line.outcome)
         log_canonical_line(line.canonical())
+
+    def _count_first_token(self, line: RequestLine) -> None:
+        """Whether the first token came in time; of refused and cancelled requests nobody knows."""
+        slo_s, ttft_s = self._slos.get(line.service_class), line.first_token_after_s
+        if line.answers:
+            ttft_s = line.answers[0].time_to_first_token_s
+        if slo_s is None or (ttft_s is None and line.outcome != "failed"):
+            return
+        is_met = ttft_s is not None and ttft_s <= slo_s
+        labels = {"class": line.service_class.name.lower(), "slo": "met" if is_met else "missed"}
+        self._first_tokens.add(1.0, **labels)
 
     def _count_answer(self, answer: Completed) -> None:
         usage, stages = answer.usage, answer.stage_seconds
@@ -190,6 +209,7 @@ class RequestLine:
     model: str
     client_request_id: str | None = None
     answers: list[Completed] = field(default_factory=list)
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
     outcome: str = "cancelled"
     error: Reason | None = None
     elapsed_s: float = 0.0

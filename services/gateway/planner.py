@@ -5,7 +5,7 @@ Owns the glue between the registry's records and the pure router and policy. No 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,6 +28,9 @@ from services.gateway.router import (
 ASSUMED_TOKEN_RATE: Final = 500.0
 """Tokens per second of a worker that has measured nothing yet."""
 
+ASSUMED_QUEUE: Final = 3
+"""Places in the queue of a decode worker that does not say, for each slot."""
+
 NO_WORKER_RETRY_S: Final = 1.0
 
 WARM_TOKENS_MIN: Final = 64
@@ -47,6 +50,8 @@ class PlanRequest:
     excluded_runs: Collection[tuple[str, int]] = ()
     is_local_only: bool = False
     cached: Mapping[str, int] = field(default_factory=dict)
+    tenant: str = ""
+    """Whose it is: full queues still take what is of a tenant with less than its share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +80,8 @@ class Planner:
         self._ttft_budget_s = rules.ttft_budget_s
         self._prefill_queue_max = rules.prefill_queue_max
         self._assignments = Assignments()
+        self.is_below_share: Callable[[str], bool] = lambda _tenant: False
+        """Whether a tenant has less than its share of what runs at this gateway."""
         self.reuse = ReuseHints()
         hub.on_heard(lambda record: self._assignments.heard(record.worker_id))
 
@@ -88,7 +95,10 @@ class Planner:
         prefills = [] if request.is_local_only else self._usable(WorkerRole.PREFILL, request)
         pairs = [(p, [d for d in decodes if can_follow(p, d)]) for p in prefills]
         pairs = [(p, matching) for p, matching in pairs if matching]
-        roomy = [pair for pair in pairs if pair[0].load.queued < self._prefill_queue_max]
+        is_below = self._is_below_share(request)
+        roomy = [
+            pair for pair in pairs if is_below or pair[0].load.queued < self._prefill_queue_max
+        ]
         decision = place(
             PrefillMode.LOCAL if request.is_local_only else self._mode,
             PairFacts(
@@ -206,7 +216,8 @@ class Planner:
             key=lambda one: (predicted_ttft_s(one, request.prompt_tokens), one.worker_id),
         )
         prefill, decodes = next(pair for pair in pairs if pair[0].worker_id == chosen.worker_id)
-        decode = self._least_busy(decodes, near=prefill.kvstore_address)
+        is_below = self._is_below_share(request)
+        decode = self._least_busy(decodes, prefill.kvstore_address, is_below_share=is_below)
         if decode is None:
             raise _full()
         return Plan(decode=decode, prefill=prefill, decision=decision)
@@ -214,7 +225,7 @@ class Planner:
     def _local(
         self, decodes: list[WorkerRecord], request: PlanRequest, decision: PlacementDecision
     ) -> Plan:
-        decode = self._least_busy(decodes)
+        decode = self._least_busy(decodes, is_below_share=self._is_below_share(request))
         if decode is None:
             raise _full()
         decode = self._warmer(decodes, request, decode)
@@ -240,23 +251,37 @@ class Planner:
         """A decode worker's sequences, in batches of its own."""
         return self._assignments.sequences(record) / max(1, record.load.active_max)
 
+    def _is_below_share(self, request: PlanRequest) -> bool:
+        return bool(request.tenant) and self.is_below_share(request.tenant)
+
     def _least_busy(
-        self, records: list[WorkerRecord], near: str | None = None
+        self,
+        records: list[WorkerRecord],
+        near: str | None = None,
+        *,
+        is_below_share: bool = False,
     ) -> WorkerRecord | None:
         """`near`: the kvstore where the KV will lie; a log moves only for want of a slot there."""
         by_id = {record.worker_id: record for record in records}
         # Cached pages are evictable, so free pages rank workers here and never refuse a request:
         # Open, at the store, is where pages are decided.
-        chosen = choose_decode((self._decode_candidate(one, near) for one in records), 0)
+        candidates = [
+            self._decode_candidate(one, near, is_below_share=is_below_share) for one in records
+        ]
+        chosen = choose_decode(candidates, 0)
         return None if chosen is None else by_id[chosen.worker_id]
 
-    def _decode_candidate(self, record: WorkerRecord, near: str | None) -> DecodeCandidate:
+    def _decode_candidate(
+        self, record: WorkerRecord, near: str | None, *, is_below_share: bool
+    ) -> DecodeCandidate:
         load = record.load
+        slots = max(1, load.active_max)
+        # A worker queues what does not fit into its batch; one that does not say how much: little.
+        queue_max = ASSUMED_QUEUE * slots if load.queue_max is None else load.queue_max
         return DecodeCandidate(
             worker_id=record.worker_id,
             active=self._assignments.sequences(record),
-            # A worker queues what does not fit into its batch; four batches deep is enough.
-            active_max=max(1, load.active_max) * 4,
+            active_max=slots + queue_max * (2 if is_below_share else 1),
             pages_free=load.pages_free,
             tpot_s=load.tpot_s,
             is_local=near is None or record.kvstore_address == near,

@@ -285,6 +285,7 @@ async def _prefill_locally(parts: SequenceParts, leg: Leg, capability: str) -> N
             is_local_prefill=True,
             deadline_in_s=PUBLISH_TIMEOUT_S,
             traceparent=None,
+            tenant=leg.request.tenant,
         )
     )
     try:

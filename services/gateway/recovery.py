@@ -86,12 +86,14 @@ class Recovery:
         request_id: str,
         prompt_tokens: int,
         cached: Callable[[], Mapping[str, int]] = dict,
+        *,
+        tenant: str = "",
     ) -> None:
         """`cached`: tokens of the prompt that each kvstore should have now, by address."""
         self._parts = parts
         self._cached = cached
         self._request_id = request_id
-        self._search = PlanRequest(prompt_tokens=prompt_tokens)
+        self._search = PlanRequest(prompt_tokens=prompt_tokens, tenant=tenant)
         self._since_s: float | None = None
         self._attempts = 0
         self._losses_in_a_row = 0

@@ -59,6 +59,8 @@ class WorkerLoad:
     pages_total: int = 0
     tpot_s: float | None = None
     prefill_token_rate: float | None = None
+    queue_max: int | None = None
+    """Requests that may wait beyond the most at once; None: it did not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from baton.kv.blocks import SCOPE_TEXT_BYTES_MAX, Scope
 from baton.sampling_parameters import SamplingParameters
+from baton.scheduling.claims import ServiceClass
 
 _SEED_MASK = (1 << 63) - 1
 ID_CHARS_MAX = 256
@@ -78,25 +79,19 @@ class CacheMode(StrEnum):
     OFF = "off"
 
 
-@unique
-class ServiceClass(StrEnum):
-    """Who goes first where something is short: what somebody waits for, then the rest."""
-
-    INTERACTIVE = "interactive"
-    BATCH = "batch"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Who asks, from the verified credential alone; class and priority are what the operator gave.
+    """Who asks, from the verified credential alone; the rest is what the operator gave.
 
-    `priority`: within a class a higher one goes first.
+    `priority`: within a class a higher one goes first. `weight`: of what tenants of one level
+    share, a tenant of weight 2 gets twice as much as one of weight 1.
     """
 
     name: str
     team: str | None = None
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     priority: int = 0
+    weight: int = 1
 
     def scope(self, cache_salt: str | None) -> Scope:
         """The sharing scope; a caller's salt narrows it. A long salt is replaced by its hash."""

@@ -88,7 +88,11 @@ class Sequence:
         self._mover = LogMover(parts, self._opener)
         self._reuse = RequestReuse(parts.planner.reuse, request)
         self._recovery = Recovery(
-            parts, request.request_id, len(request.prompt.token_ids), self._reuse.expected
+            parts,
+            request.request_id,
+            len(request.prompt.token_ids),
+            self._reuse.expected,
+            tenant=request.tenant.name,
         )
 
     async def run(self) -> None:
@@ -280,9 +284,7 @@ class Sequence:
             deadline_in_s=max(self._opener.left_s(), 0.001),
             traceparent=None if trace is None else format_traceparent(trace),
             start_s_max=self._start_s_max(leg),
-            tenant=leg.request.tenant.name,
-            service_class=leg.request.tenant.service_class,
-            priority=leg.request.tenant.priority,
+            tenant=leg.request.tenant,
         )
 
     def _start_s_max(self, leg: Leg) -> float:

@@ -83,6 +83,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             route="grpc",
             request_id=new_request_id(),
             tenant=tenant.name,
+            service_class=tenant.service_class,
             model=self._core.model.name,
         )
         with (

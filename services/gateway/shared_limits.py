@@ -57,10 +57,13 @@ class Claim:
 
     def is_over(self, replies: Replies) -> bool:
         """Whether the count says no; an answer that makes no sense says nothing."""
-        if len(replies) != COMMANDS:
-            return False
-        found = replies[COUNT_AT]
-        return isinstance(found, int) and found > self.places_max
+        left = self.left(replies)
+        return left is not None and left < 0
+
+    def left(self, replies: Replies) -> int | None:
+        """Places that nobody has, less than 0 when this claim is one too many; None: not said."""
+        found = replies[COUNT_AT] if len(replies) == COMMANDS else None
+        return self.places_max - found if isinstance(found, int) else None
 
     def release(self) -> list[Command]:
         """Give the places back."""
@@ -120,8 +123,10 @@ class SharedLimits:
     @asynccontextmanager
     async def admitted(
         self, tenant: str, sequences: int, requests_per_minute: int | None
-    ) -> AsyncIterator[None]:
-        """Hold places for the block; QUOTA_EXCEEDED when the tenant has none left anywhere."""
+    ) -> AsyncIterator[int | None]:
+        """Hold places for the block; QUOTA_EXCEEDED when the tenant has none left anywhere. Gives
+        how many requests of this minute are left, as far as the store says.
+        """
         answers = Claim(
             key=self._keys.key("answers", tenant),
             members=self._members(sequences),
@@ -140,23 +145,20 @@ class SharedLimits:
             )
         self._hold(answers)
         try:
-            await self._claim(claims)
-            yield
+            yield await self._claim(claims)
         finally:
             self._let_go(answers)
 
-    async def _claim(self, claims: list[Claim]) -> None:
+    async def _claim(self, claims: list[Claim]) -> int | None:
         wall_s = self._clock.wall_s()
         commands = [command for claim in claims for command in claim.commands(wall_s)]
         replies = await self._store.ask(commands)
         if replies is None:
-            return
-        is_over = [
-            claim.is_over(replies[index * COMMANDS : (index + 1) * COMMANDS])
-            for index, claim in enumerate(claims)
-        ]
+            return None
+        parts = [replies[at : at + COMMANDS] for at in range(0, len(claims) * COMMANDS, COMMANDS)]
+        is_over = [claim.is_over(part) for claim, part in zip(claims, parts, strict=True)]
         if not any(is_over):
-            return
+            return claims[1].left(parts[1]) if len(claims) > 1 else None
         # The places of answers are given back by the block; a refused request is not counted.
         for claim in claims[1:]:
             self._store.post(claim.release())

@@ -186,6 +186,7 @@ def _load_from_proto(message: common_pb2.WorkerLoad) -> WorkerLoad:
         pages_total=message.pages_total,
         tpot_s=_measured(message.tpot_s),
         prefill_token_rate=_measured(message.prefill_token_rate),
+        queue_max=message.queue_max if message.HasField("queue_max") else None,
     )
 
 
@@ -219,6 +220,7 @@ def record_to_proto(record: WorkerRecord) -> common_pb2.WorkerRecord:
             pages_total=load.pages_total,
             tpot_s=load.tpot_s or 0.0,
             prefill_token_rate=load.prefill_token_rate or 0.0,
+            queue_max=load.queue_max,
         ),
         metrics_address=record.metrics_address,
         degraded=record.is_degraded,

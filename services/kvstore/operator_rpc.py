@@ -184,6 +184,13 @@ class OperatorServicer(operators_pb2_grpc.OperatorServiceServicer):
         scrubber = self._scrubber
         return scrub_to_proto(scrubber.tiers(), self._page, scrubber.pace)
 
+    async def CheckOperator(
+        self, request: operators_pb2.CheckOperatorRequest, context: _Context
+    ) -> operators_pb2.CheckOperatorResponse:
+        """Whether a capability that a worker was shown is an operator's."""
+        self._access.operator(request.capability)
+        return operators_pb2.CheckOperatorResponse()
+
     async def ImportLog(
         self,
         request_iterator: AsyncIterator[operators_pb2.ImportLogRequest],

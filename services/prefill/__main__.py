@@ -13,11 +13,14 @@ from baton.heartbeat import Load, Role
 from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
 from baton.tracing import start_tracing
+from baton.worker.claims import OperatorCheck
 from baton.worker.draining import Draining
 from baton.worker.serving import open_shell, serve_worker
-from services.prefill.config import PrefillConfig
+from baton.worker.startup import PromptDevice
+from services.prefill.config import DeviceKind, PrefillConfig
 from services.prefill.measures import PrefillMeasures
 from services.prefill.pipeline import Pipeline
+from services.prefill.planning import ChunkPlanning
 from services.prefill.scheduler import PromptScheduler
 from services.prefill.servicer import PrefillServicer
 from services.prefill.turns import Turns
@@ -29,7 +32,15 @@ NAME: Final = "prefill"
 async def wire(service: Service, config: PrefillConfig) -> None:
     """Builds the worker and starts its parts."""
     faults.start_from(os.environ)
-    shell = await open_shell(service, config, Role.PREFILL)
+    planning = ChunkPlanning(config)
+    pass_tokens = max(planning.chunk_tokens_most, config.batch_tokens)
+    shell = await open_shell(
+        service,
+        config,
+        Role.PREFILL,
+        pass_tokens=pass_tokens,
+        device=_device(config, planning.chunk_tokens_most),
+    )
     scheduler = PromptScheduler(
         queue_depth_max=config.queue_depth_max,
         interleave_max=config.interleave_max,
@@ -40,9 +51,11 @@ async def wire(service: Service, config: PrefillConfig) -> None:
         Turns(scheduler),
         PrefillMeasures(shell.metrics),
         service.clock,
-        config.chunk_tokens,
+        planning.chunk_tokens(shell.parts.label),
+        chunking=config.chunking,
     )
-    draining = Draining(pipeline.drain_within, service.request_stop)
+    operators = OperatorCheck(shell.pool.get(config.kvstore))
+    draining = Draining(pipeline.drain_within, service.request_stop, operators.require)
     shell.server.register(
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
         PrefillServicer(pipeline, shell.parts.tokenizer, draining),
@@ -60,6 +73,16 @@ async def wire(service: Service, config: PrefillConfig) -> None:
 
     await service.start("runs", _Runs(draining))
     await serve_worker(shell, load, lambda: pipeline.is_draining)
+
+
+def _device(config: PrefillConfig, chunk_tokens: int) -> PromptDevice | None:
+    if config.device is DeviceKind.CPU:
+        return None
+    return PromptDevice(
+        name="cuda" if config.device is DeviceKind.CUDA else "cpu",
+        kv_bytes=config.device_bytes,
+        chunk_tokens=chunk_tokens,
+    )
 
 
 class _Runs:

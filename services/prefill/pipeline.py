@@ -18,9 +18,11 @@ from baton.clock import Clock
 from baton.errors import Reason, ServiceError
 from baton.faults import faults
 from baton.kv.label import PairLabel, require_match
+from baton.scheduling.claims import Claim
 from baton.stages import LOG_REPLAY
 from baton.tracing import span
-from baton.worker.chunker import Chunk
+from baton.worker.chunk_compute import Logits
+from baton.worker.chunker import Chunk, Chunking
 from baton.worker.engine import WorkerParts
 from baton.worker.lasting_run import EndedRun, LastingRun, RunSteps
 from baton.worker.output import OutputState, OutputToken, replay_output
@@ -33,14 +35,18 @@ _log = structlog.stdlib.get_logger("baton.prefill")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:
-    """What a gateway asks for. `label` None: it did not say; `tenant`: whose turns it takes."""
+    """What a gateway asks for. `label` None: it did not say; `claim`: whose turns it takes."""
 
-    request_id: str
+    claim: Claim
     log: HeldLog
     capability: str
     label: PairLabel | None
     kv_only: bool
-    tenant: str = ""
+
+    @property
+    def request_id(self) -> str:
+        """The internal request id."""
+        return self.claim.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +78,15 @@ class Pipeline:
         measures: PrefillMeasures,
         clock: Clock,
         chunk_tokens: int,
+        *,
+        chunking: Chunking = Chunking.FIXED,
     ) -> None:
         self._parts = parts
         self._turns = turns
         self._measures = measures
         self._clock = clock
         self._chunk_tokens = chunk_tokens
+        self._chunking = chunking
         self._runs: dict[str, LastingRun[OutputToken | None]] = {}
         self._is_draining = False
         turns.token_rate = parts.prefill_rate
@@ -146,7 +155,7 @@ class Pipeline:
         entered_s = self._clock.monotonic_s()
         parts = self._parts
         turns = PromptTurns(self._turns, order.request_id, parts.compute, parts.engine)
-        with self._turns.entered(order.request_id, order.tenant):
+        with self._turns.entered(order.claim):
             await faults.reach("prefill.after_accept")
             with span(LOG_REPLAY):
                 view = await self._replay(order, order.log)
@@ -203,10 +212,14 @@ class Pipeline:
             state = OutputState(
                 view.prompt_ids, view.head.sampling, self._parts.rule, self._parts.tokenizer
             )
-            logits = await run.compute(turns)
-            await faults.reach("prefill.logits")
-            faults.flip("prefill.logits", logits.data)
-            first = await run.choose(state, logits)
+
+            async def choose(logits: Logits) -> None:
+                nonlocal first
+                await faults.reach("prefill.logits")
+                faults.flip("prefill.logits", logits.data)
+                first = await run.choose(state, logits)
+
+            await run.compute_then(turns, choose)
         await faults.reach("prefill.before_send")
         await run.seal(first)
         await faults.reach("prefill.after_seal")
@@ -224,6 +237,7 @@ class Pipeline:
             request_id=order.request_id,
             capability=order.capability,
             chunk_tokens=self._chunk_tokens,
+            chunking=self._chunking,
             on_commit=committed,
         )
 

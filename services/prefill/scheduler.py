@@ -4,42 +4,47 @@ Owns the queue's bounds, the prompts that share the compute thread, and who is i
 prompt is *entered* when it is admitted, *asks* when it could compute a chunk, is in the *batch*
 while that is computed, and *leaves* in the end.
 
-Invariants: one batch at a time, of at most `batch_tokens` tokens or of one chunk. Each tenant's
-oldest prompt shares the compute thread, further ones in rounds over the tenants while there are
-fewer than `interleave_max`. A batch is filled in rounds over the tenants, the one served longest
-ago first; of a tenant's own prompts the one served longest ago, then the oldest. So a short prompt
-passes a huge one chunk by chunk, and one tenant's many prompts stand in the way of nobody else's
-first.
+A *party* is a tenant's prompts of one level, (class, priority). Invariants: one batch at a time, of
+at most `batch_tokens` tokens or of one chunk. Each party's oldest prompt shares the compute thread,
+further ones in rounds over the parties, higher levels first, while there are fewer than
+`interleave_max`. Of those that share and ask, the highest level goes first; within it the tenant
+that had the fewest tokens by weight (`baton.scheduling.fairness`); of a party's own the prompt
+served longest ago, then the oldest. So a short prompt passes a huge one chunk by chunk, and one
+tenant's many prompts stand in the way of nobody else's first.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from baton.errors import Reason, ServiceError
+from baton.scheduling.claims import Claim, Level
+from baton.scheduling.fairness import TenantTurns, is_below_share
 
 RETRY_AFTER_MIN_S = 0.5
 RETRY_AFTER_MAX_S = 30.0
 BATCH_TOKENS = 512
 
+Party: TypeAlias = tuple[Level, str]
+
 
 @dataclass(slots=True)
 class _Prompt:
-    request_id: str
-    tenant: str
+    claim: Claim
+    number: int
+    """Order of arrival."""
     tokens: int = 0
     chunk_tokens: int | None = None
     """Tokens of the chunk that it asks for; None: it does not ask."""
     served: int = 0
 
-
-@dataclass(slots=True)
-class _Tenant:
-    """A tenant that has prompts here, oldest first."""
-
-    prompts: list[_Prompt] = field(default_factory=list)
-    served: int = 0
+    @property
+    def party(self) -> Party:
+        """Among whom it takes turns."""
+        return (self.claim.level, self.claim.tenant)
 
 
 class PromptScheduler:
@@ -55,10 +60,12 @@ class PromptScheduler:
         self._interleave_max = interleave_max
         self._batch_tokens = batch_tokens
         self._prompts: dict[str, _Prompt] = {}
-        # In the order in which their oldest prompts came.
-        self._tenants: dict[str, _Tenant] = {}
+        # Oldest prompts first, in the order in which those came.
+        self._parties: dict[Party, list[_Prompt]] = {}
+        self._turns: defaultdict[Level, TenantTurns] = defaultdict(TenantTurns)
         self._batch: tuple[str, ...] = ()
         self._batches = 0
+        self._arrivals = 0
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -78,32 +85,41 @@ class PromptScheduler:
         """Whose chunks are computed now."""
         return self._batch
 
-    def enter(self, request_id: str, *, token_rate: float, tenant: str = "") -> None:
-        """Admit a prompt. When the queue is full, a tenant without a prompt here still finds room
-        for one, as long as no more than `queue_depth_max` have come so.
+    def enter(self, claim: Claim, *, token_rate: float) -> None:
+        """Admit a prompt. When the queue is full, a tenant with less than its part of the places
+        still finds room, as long as no more than `queue_depth_max` have come so.
 
         Raises ServiceError QUEUE_FULL with a time to come back (from `token_rate`, tokens a second,
         0 when unknown), ALREADY_EXISTS for an id that is in.
         """
-        if request_id in self._prompts:
+        if claim.request_id in self._prompts:
             raise ServiceError(
                 Reason.ALREADY_EXISTS,
-                f"request {request_id} runs here already; wait for it or cancel it",
+                f"request {claim.request_id} runs here already; wait for it or cancel it",
                 field="request_id",
             )
-        room = self._interleave_max + self._queue_depth_max
-        if tenant not in self._tenants:
-            room += self._queue_depth_max
-        if len(self._prompts) >= room:
-            raise ServiceError(
-                Reason.QUEUE_FULL,
-                f"{len(self._prompts)} prompts wait here, the most this worker queues",
-                metadata={"queue_depth_max": str(self._queue_depth_max)},
-                retry_after_s=self._retry_after_s(token_rate),
-            )
-        prompt = _Prompt(request_id, tenant)
-        self._prompts[request_id] = prompt
-        self._tenants.setdefault(tenant, _Tenant()).prompts.append(prompt)
+        held = Counter(prompt.claim.tenant for prompt in self._prompts.values())
+        self._require_room(held, claim.tenant, token_rate)
+        self._arrivals += 1
+        prompt = _Prompt(claim, self._arrivals)
+        if prompt.party not in self._parties:
+            self._turns[claim.level].come(claim.tenant)
+        self._prompts[claim.request_id] = prompt
+        self._parties.setdefault(prompt.party, []).append(prompt)
+
+    def _require_room(self, held: Counter[str], tenant: str, token_rate: float) -> None:
+        places, taken = self._interleave_max + self._queue_depth_max, len(self._prompts)
+        if taken < places:
+            return
+        is_below = is_below_share(held[tenant], places, len(held.keys() | {tenant}))
+        if is_below and taken < places + self._queue_depth_max:
+            return
+        raise ServiceError(
+            Reason.QUEUE_FULL,
+            f"{taken} prompts wait here, the most this worker queues",
+            metadata={"queue_depth_max": str(self._queue_depth_max)},
+            retry_after_s=self._retry_after_s(token_rate),
+        )
 
     def set_tokens(self, request_id: str, tokens: int) -> None:
         """How many tokens the prompt still has to compute."""
@@ -126,17 +142,21 @@ class PromptScheduler:
             return ()
         chosen: list[_Prompt] = []
         left = self._batch_tokens
-        for prompt in self._in_turn():
-            assert prompt.chunk_tokens is not None
-            if not chosen or prompt.chunk_tokens <= left:
-                chosen.append(prompt)
-                left -= prompt.chunk_tokens
-        if chosen:
+        asking = [prompt for prompt in self._sharing() if prompt.chunk_tokens is not None]
+        if asking:
             self._batches += 1
-        for prompt in chosen:
+        while asking:
+            prompt = self._first(asking)
+            asking.remove(prompt)
+            assert prompt.chunk_tokens is not None
+            if chosen and prompt.chunk_tokens > left:
+                continue
+            chosen.append(prompt)
+            left -= prompt.chunk_tokens
+            claim = prompt.claim
+            self._turns[claim.level].charge(claim.tenant, float(prompt.chunk_tokens), claim.weight)
             prompt.chunk_tokens, prompt.served = None, self._batches
-            self._tenants[prompt.tenant].served = self._batches
-        self._batch = tuple(prompt.request_id for prompt in chosen)
+        self._batch = tuple(prompt.claim.request_id for prompt in chosen)
         return self._batch
 
     def end_batch(self) -> None:
@@ -148,35 +168,35 @@ class PromptScheduler:
         """The prompt is done, however it ended."""
         assert request_id not in self._batch, "end the batch first"
         prompt = self._prompts.pop(request_id)
-        tenant = self._tenants[prompt.tenant]
-        tenant.prompts.remove(prompt)
-        if not tenant.prompts:
-            del self._tenants[prompt.tenant]
+        party = self._parties[prompt.party]
+        party.remove(prompt)
+        if not party:
+            del self._parties[prompt.party]
 
     def check_invariants(self) -> None:
         """For tests and idle moments."""
         assert len(self._prompts) <= self._interleave_max + 2 * self._queue_depth_max
         assert all(request_id in self._prompts for request_id in self._batch)
-        assert sum(len(tenant.prompts) for tenant in self._tenants.values()) == len(self)
+        assert sum(len(prompts) for prompts in self._parties.values()) == len(self)
 
     def _sharing(self) -> list[_Prompt]:
-        """Each tenant's oldest, then further ones round by round while there is room."""
-        sharing = [tenant.prompts[0] for tenant in self._tenants.values()]
-        for prompt in _rounds([tenant.prompts[1:] for tenant in self._tenants.values()]):
+        """Each party's oldest, then further ones round by round while there is room."""
+        # Sorting keeps what is equal in order of arrival.
+        parties = sorted(self._parties, key=lambda party: party[0], reverse=True)
+        sharing = [self._parties[party][0] for party in parties]
+        for prompt in _rounds([self._parties[party][1:] for party in parties]):
             if len(sharing) >= self._interleave_max:
                 break
             sharing.append(prompt)
         return sharing
 
-    def _in_turn(self) -> Iterator[_Prompt]:
-        """The sharing prompts that ask, in the order in which they get a place."""
-        asking: dict[str, list[_Prompt]] = {name: [] for name in self._tenants}
-        for prompt in self._sharing():
-            if prompt.chunk_tokens is not None:
-                asking[prompt.tenant].append(prompt)
-        # Sorting keeps what is equal in order of arrival.
-        names = sorted(asking, key=lambda name: self._tenants[name].served)
-        return _rounds([sorted(asking[name], key=lambda one: one.served) for name in names])
+    def _first(self, asking: list[_Prompt]) -> _Prompt:
+        """Whose chunk comes before all others'."""
+        highest = max(prompt.claim.level for prompt in asking)
+        peers = [prompt for prompt in asking if prompt.claim.level == highest]
+        tenant = self._turns[highest].next_of(prompt.claim.tenant for prompt in peers)
+        own = [prompt for prompt in peers if prompt.claim.tenant == tenant]
+        return min(own, key=lambda prompt: (prompt.served, prompt.number))
 
     def _retry_after_s(self, token_rate: float) -> float:
         if token_rate <= 0.0:

@@ -17,6 +17,7 @@ from baton.text.stream import TokenBytes
 from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.label import label_from_proto
 from baton.worker.chunker import Chunk
+from baton.worker.claims import Asked, claim_of
 from baton.worker.draining import Draining
 from baton.worker.wire_events import exactness_to_proto, token_to_proto, usage_to_proto
 from services.prefill.pipeline import Pipeline, RunOrder, SealedRun
@@ -63,7 +64,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.DrainResponse:
         """Takes no new runs, waits for those under way, then ends the process."""
         timeout_s = duration_from_proto(request.timeout)
-        return prefill_pb2.DrainResponse(remaining=await self._draining.by_call(timeout_s))
+        remaining = await self._draining.by_call(timeout_s, request.capability)
+        return prefill_pb2.DrainResponse(remaining=remaining)
 
     def _sealed(self, sealed: SealedRun) -> prefill_pb2.Sealed:
         message = prefill_pb2.Sealed(
@@ -95,11 +97,20 @@ def _order(request: prefill_pb2.RunRequest) -> RunOrder:
         raise ServiceError(
             Reason.INVALID_REQUEST, f"log_id must be {LOG_ID_BYTES} bytes", field="log_id"
         )
+    claim = claim_of(
+        Asked(
+            request_id=request.request_id,
+            capability=request.capability,
+            tenant=request.tenant,
+            service_class=request.service_class,
+            priority=request.priority,
+            weight=request.weight,
+        )
+    )
     return RunOrder(
-        request_id=request.request_id,
+        claim=claim,
         log=HeldLog(log_id=request.log_id, generation=request.generation),
         capability=request.capability,
         label=label_from_proto(request.label) if request.HasField("label") else None,
         kv_only=request.kv_only,
-        tenant=request.tenant,
     )

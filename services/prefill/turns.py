@@ -18,7 +18,8 @@ import structlog
 
 from baton.engine.transformer import ComputeCancelled
 from baton.errors import ServiceError
-from baton.worker.chunk_compute import ChunkWork, ComputedChunk, Logits, compute_alone
+from baton.scheduling.claims import Claim
+from baton.worker.chunk_compute import ChunkWork, ComputedChunk, Logits
 from baton.worker.engine import Engine
 from baton.worker.threads import WorkThread
 from services.prefill.scheduler import PromptScheduler
@@ -67,14 +68,14 @@ class Turns:
         self._empty.set()
 
     @contextmanager
-    def entered(self, request_id: str, tenant: str = "") -> Iterator[None]:
+    def entered(self, claim: Claim) -> Iterator[None]:
         """The prompt is in for the block; QUEUE_FULL when there is no room."""
-        self.scheduler.enter(request_id, token_rate=self.token_rate, tenant=tenant)
+        self.scheduler.enter(claim, token_rate=self.token_rate)
         self._empty.clear()
         try:
             yield
         finally:
-            self.scheduler.leave(request_id)
+            self.scheduler.leave(claim.request_id)
             self._arrange()
             if not len(self.scheduler):
                 self._empty.set()
@@ -216,19 +217,18 @@ def _computed(works: Sequence[ChunkWork], engine: Engine) -> Sequence[Outcome]:
     """
     for work in works:
         work.begin()
-    if len(works) > 1:
-        try:
-            return engine.prefill_batch([work.chunk for work in works])
-        except ComputeCancelled as cancelled:
-            return [cancelled] * len(works)
-        except (ServiceError, RuntimeError) as error:
-            _log.warning("batch_refused", chunks=len(works), error=str(error))
+    try:
+        return engine.prefill_batch([work.chunk for work in works])
+    except (ComputeCancelled, ServiceError, RuntimeError) as error:
+        if isinstance(error, ComputeCancelled) or len(works) == 1:
+            return [error] * len(works)
+        _log.warning("batch_refused", chunks=len(works), error=str(error))
     return [_alone(work, engine) for work in works]
 
 
 def _alone(work: ChunkWork, engine: Engine) -> Outcome:
     try:
-        return compute_alone(engine, work.chunk)
+        return engine.prefill_batch([work.chunk])[0]
     except (ComputeCancelled, ServiceError, RuntimeError) as error:
         return error
 

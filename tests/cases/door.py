@@ -20,6 +20,7 @@ from tests.cases.waiting import until
 
 KEY_A: Final = "key-a"
 KEY_B: Final = "key-b"
+KEY_C: Final = "key-c"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

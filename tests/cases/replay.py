@@ -18,18 +18,24 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.testing.cluster import RunningCluster
-from tests.cases.door import KEY_A, KEY_B, Door
+from tests.cases.door import KEY_A, KEY_B, KEY_C, Door
 from tests.cases.waiting import until
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 MODEL: Final = "SmolLM2-135M-Instruct"
+LIMITED_PER_MINUTE: Final = 6
+"""Requests that the tenant of KEY_C has; the others have no limit."""
+
 TENANTS: Final = f"""
 tenants:
   - name: alpha
     keys: [{KEY_A}]
   - name: beta
     keys: [{KEY_B}]
+  - name: gamma
+    keys: [{KEY_C}]
+    requests_per_minute: {LIMITED_PER_MINUTE}
 """
 BLOCK_TOKENS: Final = 16
 SYSTEM_TURN_TOKENS: Final = 21

@@ -106,6 +106,8 @@ class ScriptedEngine:
         """Chunk by chunk, all unless all are cancelled."""
         if all(chunk.should_cancel is not None and chunk.should_cancel() for chunk in chunks):
             raise ComputeCancelled
+        if len(chunks) == 1:
+            return [compute_alone(self, chunks[0])]
         return [compute_alone(self, replace(chunk, should_cancel=None)) for chunk in chunks]
 
     def decode_step(

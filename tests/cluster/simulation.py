@@ -235,7 +235,7 @@ class Simulation:
         scheduler = PromptScheduler(queue_depth_max=64, interleave_max=4)
         measures = PrefillMeasures(Metrics("prefill"))
         pipeline = Pipeline(parts, Turns(scheduler), measures, self.clock, BLOCK)
-        draining = Draining(pipeline.drain_within, lambda: None)
+        draining = Draining(pipeline.drain_within, lambda: None, _anybody)
         node.servicer = PrefillServicer(pipeline, parts.tokenizer, draining)
 
     def _serve_decode(self, node: Node, parts: WorkerParts) -> Runner:
@@ -256,7 +256,7 @@ class Simulation:
             clock=self.clock,
         )
         runner = Runner(tools)
-        draining = Draining(runner.drain_within, lambda: None)
+        draining = Draining(runner.drain_within, lambda: None, _anybody)
         node.servicer = DecodeServicer(runner, parts, draining)
         node.spawn(runner.run(self._over))
         return runner
@@ -465,3 +465,7 @@ class Simulation:
             self.report.failed += 1
         else:
             self.report.cancelled += 1
+
+
+async def _anybody(_capability: str) -> None:
+    """Nobody drains a worker here."""

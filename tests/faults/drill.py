@@ -313,15 +313,22 @@ class Drill:
                 found.append(file.read(shape.page_bytes))
         return found
 
+    def operator(self) -> str:
+        """An operator's capability."""
+        return self._signed(None, Right.ADMIN, None)
+
     def _capability(self, log_id: bytes) -> str:
         """What the gateway would mint for a look at one log."""
+        return self._signed("dev", Right.READ, log_id)
+
+    def _signed(self, tenant: str | None, right: Right, log_id: bytes | None) -> str:
         key = bytes.fromhex((self.cluster.run_dir / "cluster.key").read_text().strip())
         signer = CapabilitySigner(key, _CLOCK)
         return signer.sign(
             Claims(
-                tenant="dev",
-                scope="",
-                rights=frozenset({Right.READ}),
+                tenant=tenant,
+                scope=None if tenant is None else "",
+                rights=frozenset({right}),
                 expiry_wall_s=signer.expiry_after(60.0),
                 request_id="drill",
                 log_id=log_id,

@@ -121,9 +121,10 @@ async def test_a_drained_worker_hands_its_streams_over(drill: Drill) -> None:
         channel = open_channel(f"127.0.0.1:{drill.flag(name, '--port')}")
         try:
             stub = decode_pb2_grpc.DecodeServiceStub(channel)
-            answer = await stub.Drain(
-                decode_pb2.DrainRequest(timeout=Duration(seconds=int(DRAIN_S))), timeout=90.0
+            drain = decode_pb2.DrainRequest(
+                timeout=Duration(seconds=int(DRAIN_S)), capability=drill.operator()
             )
+            answer = await stub.Drain(drain, timeout=90.0)
         finally:
             await channel.close()
         assert answer.remaining == 0

@@ -70,6 +70,9 @@ EXPOSED_HEADERS: Final = (
     "x-baton-cached-tokens",
     "x-baton-ignored-params",
     "retry-after",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
 )
 
 

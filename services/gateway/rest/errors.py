@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from baton.errors import Reason, ServiceError
+from services.gateway.limits import RateState
 
 DEFAULT_RETRY_AFTER_S: Final = 1.0
 _RETRIED_BY_CLIENTS: Final = frozenset({408, 409, 429})
@@ -66,9 +67,30 @@ def answer_of(error: ServiceError) -> ErrorAnswer:
         headers["retry-after-ms"] = str(max(1, math.ceil(after_s * 1000)))
     if row.http_status in _RETRIED_BY_CLIENTS or row.http_status >= 500:
         headers["x-should-retry"] = "true" if row.retryable else "false"
+    headers |= _rate_headers_of(error)
     if error.reason is Reason.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return ErrorAnswer(status=row.http_status, body=body_of(error), headers=headers)
+
+
+def rate_headers(state: RateState | None) -> dict[str, str]:
+    """What a tenant's limit leaves it, in the headers that OpenAI's clients read; none without."""
+    if state is None:
+        return {}
+    return {
+        "x-ratelimit-limit-requests": str(state.limit),
+        "x-ratelimit-remaining-requests": str(state.remaining),
+        "x-ratelimit-reset-requests": f"{math.ceil(state.reset_s)}s",
+    }
+
+
+def _rate_headers_of(error: ServiceError) -> dict[str, str]:
+    """The same of a request that was one too many."""
+    limit = error.metadata.get("requests_per_minute", "")
+    if error.reason is not Reason.QUOTA_EXCEEDED or not limit.isdigit():
+        return {}
+    after_s = error.retry_after_s or DEFAULT_RETRY_AFTER_S
+    return rate_headers(RateState(limit=int(limit), remaining=0, reset_s=after_s))
 
 
 def answer_of_refusal(refusal: HttpRefusal) -> ErrorAnswer:

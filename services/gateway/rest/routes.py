@@ -220,6 +220,7 @@ class Routes:
             route=route,
             request_id=context.request_id,
             tenant=context.tenant.name,
+            service_class=context.tenant.service_class,
             model=self._core.model.name,
             client_request_id=context.client_request_id,
         )

@@ -25,7 +25,7 @@ from services.gateway.rest.answer import (
     answer_headers,
     first_token_headers,
 )
-from services.gateway.rest.errors import body_of
+from services.gateway.rest.errors import body_of, rate_headers
 from services.gateway.rest.exchange import (
     ClientGone,
     Receive,
@@ -103,7 +103,8 @@ class _Exchange:
     async def run(self) -> None:
         async with self._core.run(self._served.members) as events:
             early, first = await self._until_first_token(events)
-            headers = {**self._served.headers, **first_token_headers(first)}
+            limit = rate_headers(events.rate)
+            headers = {**self._served.headers, **limit, **first_token_headers(first)}
             if self._served.stream.is_stream:
                 await send_events(self._send, self._stream(early, events), headers)
             else:

@@ -455,6 +455,7 @@ STORE_ROWS: Final[dict[str, Row]] = {
     "ReportUsage": _operators(ops.ReportUsageRequest),
     "EvictLog": _operators(ops.EvictLogRequest, "kept"),
     "ReportScrub": _operators(ops.ReportScrubRequest),
+    "CheckOperator": _operators(ops.CheckOperatorRequest),
     "ImportLog": Row(
         rights=frozenset({Right.BLOB_PUT}),
         build=_import,

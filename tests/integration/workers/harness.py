@@ -39,7 +39,7 @@ from baton.launcher.ports import PortReservation
 from baton.rpc.channel import Channel, open_channel
 from baton.rpc.health import READINESS
 from baton.sampling_parameters import SamplingParameters
-from baton.testing.tiny_models import GQA_TIED, write_directory
+from baton.testing.tiny_models import GQA_TIED, TinyModel, write_directory
 from baton.text.bundle import TextBundle
 from baton.wire.label import label_to_proto
 from baton.wire.sampling import sampling_to_proto
@@ -105,12 +105,14 @@ def running_workers(
     run_dir: Path,
     chunk_sizes: Sequence[int] = (16, 64),
     *,
+    tiny: TinyModel = GQA_TIED,
     arena_bytes: int = ARENA_BYTES,
     decode_flags: Sequence[str] = ("--device", "standin", "--device-bytes", str(DEVICE_BYTES)),
+    prefill_flags: Sequence[str] = (),
     store_flags: Sequence[str] = (),
 ) -> Iterator[Processes]:
     """A kvstore, one prefill worker per chunk size and a decode worker, ready."""
-    model = write_directory(run_dir / "tiny", GQA_TIED)
+    model = write_directory(run_dir / "tiny", tiny)
     ports = PortReservation("127.0.0.1")
     names = ["kvstore-0", "decode-0", *(f"prefill-{size}" for size in chunk_sizes)]
     at = {name: f"127.0.0.1:{ports.next_port()}" for name in names}
@@ -134,7 +136,7 @@ def running_workers(
     }
     for size in chunk_sizes:
         chunk = ("--worker-id", f"prefill-{size}", "--chunk-tokens", str(size))
-        flags[f"prefill-{size}"] = (*worker, *chunk)
+        flags[f"prefill-{size}"] = (*worker, *chunk, *prefill_flags)
     addresses = Addresses(
         model=model,
         kvstore=at["kvstore-0"],
@@ -340,6 +342,23 @@ class Gateway:
             expiry_wall_s=self._signer.expiry_after(600.0),
             request_id="test",
             log_id=log_id,
+        )
+        return self._signer.sign(claims)
+
+    def operator(
+        self,
+        *,
+        tenant: str | None = None,
+        right: Right = Right.ADMIN,
+        ttl_s: float = 600.0,
+    ) -> str:
+        """An operator's capability, or one that is wrong in some way."""
+        claims = Claims(
+            tenant=tenant,
+            scope=tenant,
+            rights=frozenset({right}),
+            expiry_wall_s=SystemClock().wall_s() + ttl_s,
+            request_id="test",
         )
         return self._signer.sign(claims)
 

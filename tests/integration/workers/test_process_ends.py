@@ -99,7 +99,9 @@ async def test_workers_told_to_stop_finish_what_they_have(
             drain: asyncio.Task[int] | None = None
             async with asyncio.TaskGroup() as group:
                 if is_call:
-                    wait = decode_pb2.DrainRequest(timeout=Duration(seconds=30))
+                    wait = decode_pb2.DrainRequest(
+                        timeout=Duration(seconds=30), capability=gateway.operator()
+                    )
                     drain = group.create_task(_remaining(gateway.decode.Drain(wait, timeout=60.0)))
                 else:
                     processes.running["decode-0"].terminate()
@@ -107,7 +109,9 @@ async def test_workers_told_to_stop_finish_what_they_have(
                 answer = await stream.until(log.request_id)
         if drain is not None:
             assert drain.result() == 0
-            wait_too = prefill_pb2.DrainRequest(timeout=Duration(seconds=30))
+            wait_too = prefill_pb2.DrainRequest(
+                timeout=Duration(seconds=30), capability=gateway.operator()
+            )
             assert await _remaining(gateway.prefills[16].Drain(wait_too, timeout=60.0)) == 0
         else:
             processes.running["prefill-16"].terminate()

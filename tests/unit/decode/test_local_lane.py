@@ -18,6 +18,7 @@ from baton.engine.config import read_config
 from baton.engine.kv_pages import KvPages
 from baton.engine.transformer import ComputeCancelled, Transformer
 from baton.engine.weights import ComputeDtype, load_weights
+from baton.scheduling.claims import Claim
 from baton.testing.clock import ManualClock
 from baton.testing.tiny_models import write_directory
 from baton.worker.torch_engine import TorchEngine
@@ -157,7 +158,7 @@ async def test_turns_go_round_tenants_and_a_cancelled_one_passes_on() -> None:
     opened = asyncio.Event()
 
     async def prompt(tenant: str, turns: int) -> None:
-        mine = made.turns(tenant, tenant.encode().ljust(16), 0)
+        mine = made.turns(Claim(request_id="r", tenant=tenant), tenant.encode().ljust(16), 0)
         for _ in range(turns):
             async with mine.turn():
                 await opened.wait()
@@ -180,7 +181,7 @@ async def test_a_check_that_begins_during_a_chunk_does_not_vouch_for_it() -> Non
     unvouched = Unvouched()
     made = prefills(ManualClock(), unvouched)
     log = bytes(16)
-    async with made.turns("t", log, 5).turn():
+    async with made.turns(Claim(request_id="r"), log, 5).turn():
         unvouched.note(log, 5)
         unvouched.begin()
     unvouched.passed()

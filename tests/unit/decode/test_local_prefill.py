@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.scheduling.claims import Claim, ServiceClass
 from services.decode.local_prefill import (
     REST_MAX,
     REST_S_MAX,
@@ -188,18 +189,24 @@ def test_whatever_is_measured_the_budget_stays_in_its_bounds(
 # --- turns ---------------------------------------------------------------------------------------
 
 
+def of(tenant: str, service_class: ServiceClass = ServiceClass.INTERACTIVE) -> Claim:
+    """Some prompt of a tenant; one called `heavy` weighs three."""
+    weight = 3 if tenant == "heavy" else 1
+    return Claim(request_id="", tenant=tenant, service_class=service_class, weight=weight)
+
+
 def served(queue: TurnQueue, asks: dict[int, str], turns: int) -> list[str]:
     """Who computes when everybody asks again at once; each turn takes a second."""
     names = []
     for asker, tenant in asks.items():
-        queue.ask(asker, tenant)
+        queue.ask(asker, of(tenant))
     for _ in range(turns):
         key = queue.next_turn()
         assert key is not None
         assert queue.next_turn() is None
         names.append(asks[key])
         queue.end_turn(key, 1.0)
-        queue.ask(key, asks[key])
+        queue.ask(key, of(asks[key]))
     return names
 
 
@@ -210,17 +217,37 @@ def test_a_tenants_many_prompts_do_not_hold_anothers_one() -> None:
     assert names.count("one") == 10
 
 
+def test_a_heavier_tenant_gets_more_of_the_thread() -> None:
+    """Three turns for each one of the other's."""
+    names = served(TurnQueue(), {0: "heavy", 1: "light"}, 40)
+    assert names.count("heavy") == 30
+
+
+def test_batch_prompts_wait_while_an_interactive_one_asks() -> None:
+    """Classes are strict; what waits goes on afterwards."""
+    queue = TurnQueue()
+    batch, now = of("a", ServiceClass.BATCH), of("b")
+    queue.ask(0, batch)
+    queue.ask(1, now)
+    assert queue.next_turn() == 1
+    queue.end_turn(1, 1.0)
+    queue.ask(2, now)
+    assert queue.next_turn() == 2
+    queue.end_turn(2, 1.0)
+    assert queue.next_turn() == 0
+
+
 def test_prompts_of_one_tenant_take_turns() -> None:
     """A short one passes a long one chunk by chunk."""
     queue, order = TurnQueue(), []
     for asker in range(3):
-        queue.ask(asker, "t")
+        queue.ask(asker, of("t"))
     for _ in range(6):
         key = queue.next_turn()
         assert key is not None
         order.append(key)
         queue.end_turn(key, 1.0)
-        queue.ask(key, "t")
+        queue.ask(key, of("t"))
     assert order == [0, 1, 2, 0, 1, 2]
 
 
@@ -228,7 +255,7 @@ def test_nobody_saves_up_and_nobody_pays_for_coming_late() -> None:
     """A tenant that was away takes turns from now on, no more."""
     queue = TurnQueue()
     served(queue, {0: "early"}, 50)
-    queue.ask(1, "late")
+    queue.ask(1, of("late"))
     names = []
     asks = {0: "early", 1: "late"}
     for _ in range(10):
@@ -236,7 +263,7 @@ def test_nobody_saves_up_and_nobody_pays_for_coming_late() -> None:
         assert key is not None
         names.append(asks[key])
         queue.end_turn(key, 1.0)
-        queue.ask(key, asks[key])
+        queue.ask(key, of(asks[key]))
     assert abs(names.count("late") - names.count("early")) <= 1
 
 
@@ -247,11 +274,11 @@ def test_every_ask_is_granted_or_withdrawn_once(steps: list[tuple[int, str]]) ->
     granted: list[int] = []
     for key, (what, tenant) in enumerate(steps):
         if what <= 2:
-            queue.ask(key, tenant)
+            queue.ask(key, of(tenant))
             asked[key] = tenant
         elif what == 3 and asked:
             gone = next(iter(asked))
-            queue.withdraw(gone, asked.pop(gone))
+            queue.withdraw(gone, of(asked.pop(gone)))
         elif queue.holder is not None:
             queue.end_turn(queue.holder, float(what))
         chosen = queue.next_turn()

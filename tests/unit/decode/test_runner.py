@@ -12,6 +12,7 @@ from baton.arena.replay import HeldLog
 from baton.clock import SystemClock
 from baton.errors import Reason, ServiceError
 from baton.metrics import Metrics
+from baton.scheduling.claims import Claim
 from services.decode.events import Failed, StartOrder
 from services.decode.joining import Joiner
 from services.decode.measures import DecodeMeasures
@@ -20,7 +21,7 @@ from services.decode.runner import Runner, RunnerTools
 from services.decode.scheduler import SlotScheduler
 
 ORDER = StartOrder(
-    request_id="r",
+    claim=Claim(request_id="r"),
     log=HeldLog(log_id=bytes(16), generation=1),
     capability="",
     next_index=1,

@@ -12,10 +12,11 @@ from hypothesis import strategies
 from baton.capability import DEV_KEY
 from baton.errors import Reason, ServiceError, StartupError
 from baton.testing.clock import ManualClock
-from services.gateway.auth import Authenticator, tenants_from
+from services.gateway.auth import Authenticator
 from services.gateway.limits import RATE_WINDOW_S, Admission, RateLimits, RequestLimits
 from services.gateway.shared_limits import COMMANDS, COUNT_AT, RENEWALS_MAX, SharedLimits
 from services.gateway.shared_store import Command, KeySpace, Replies
+from services.gateway.tenants_file import tenants_from
 
 KEYS = KeySpace(DEV_KEY)
 SHARE = 2

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import Reason, ServiceError
+from baton.scheduling.claims import Claim, ServiceClass
 from services.prefill.scheduler import PromptScheduler
 
 CHUNK = 256
+
+
+def of(
+    name: str,
+    tenant: str = "t",
+    *,
+    service_class: ServiceClass = ServiceClass.INTERACTIVE,
+    weight: int = 1,
+) -> Claim:
+    """A prompt of a tenant."""
+    return Claim(request_id=name, tenant=tenant, service_class=service_class, weight=weight)
 
 
 def scheduler(queue: int = 2, interleave: int = 2, batch: int = CHUNK) -> PromptScheduler:
@@ -20,7 +34,7 @@ def scheduler(queue: int = 2, interleave: int = 2, batch: int = CHUNK) -> Prompt
 def entered(prompts: PromptScheduler, *names: str, tenant: str = "t", chunk: int = CHUNK) -> None:
     """Prompts that ask at once."""
     for name in names:
-        prompts.enter(name, token_rate=0.0, tenant=tenant)
+        prompts.enter(of(name, tenant), token_rate=0.0)
         prompts.ask(name, chunk)
 
 
@@ -90,7 +104,7 @@ def test_a_hundred_long_prompts_of_one_tenant_do_not_hold_up_anothers_first() ->
     prompts = scheduler(queue=96, interleave=4, batch=2 * CHUNK)
     entered(prompts, *(f"long{index}" for index in range(100)), tenant="greedy")
     with pytest.raises(ServiceError) as caught:
-        prompts.enter("one more", token_rate=0.0, tenant="greedy")
+        prompts.enter(of("one more", "greedy"), token_rate=0.0)
     assert caught.value.reason is Reason.QUEUE_FULL
     batches(prompts, 3)
     running = prompts.next_batch()
@@ -109,17 +123,53 @@ def test_tenants_take_turns_whatever_they_have() -> None:
     assert batches(prompts, 6) == [("a1",), ("b1",), ("a2",), ("b1",), ("a3",), ("b1",)]
 
 
+def test_a_heavier_tenant_computes_more_tokens() -> None:
+    """Whatever their chunks are: tokens are as the weights."""
+    prompts = scheduler(queue=8, interleave=8)
+    tokens = {"heavy": 96, "light": 256}
+    for name, weight in (("heavy", 3), ("light", 1)):
+        prompts.enter(of(name, name, weight=weight), token_rate=0.0)
+        prompts.ask(name, tokens[name])
+    computed: Counter[str] = Counter()
+    for _ in range(200):
+        batch = prompts.next_batch()
+        prompts.end_batch()
+        for name in batch:
+            computed[name] += tokens[name]
+            prompts.ask(name, tokens[name])
+    assert computed["heavy"] / computed["light"] == pytest.approx(3.0, rel=0.1)
+
+
+def test_batch_prompts_wait_while_an_interactive_one_asks() -> None:
+    """Also within one tenant; where there is room in the pass they go along."""
+    prompts = scheduler(queue=8, interleave=1)
+    batch = ServiceClass.BATCH
+    for name, tenant in (("b0", "t"), ("b1", "u")):
+        prompts.enter(of(name, tenant, service_class=batch), token_rate=0.0)
+        prompts.ask(name, CHUNK)
+    assert batches(prompts, 1) == [("b0",)]
+    entered(prompts, "now", chunk=CHUNK - 16)
+    for _ in range(3):
+        assert prompts.next_batch() == ("now",)
+        prompts.end_batch()
+        prompts.ask("now", CHUNK - 16)
+    prompts.leave("now")
+    assert batches(prompts, 1) == [("b1",)], "the other tenant computed more meanwhile"
+    prompts.leave("b1")
+    assert batches(prompts, 1) == [("b0",)]
+
+
 def test_a_full_queue_says_when_to_come_back() -> None:
     """At the limit everything is taken, one past it is QUEUE_FULL with a measured wait."""
     prompts = scheduler(queue=1, interleave=1)
     entered(prompts, "a", "b")
     prompts.set_tokens("a", 4000)
     with pytest.raises(ServiceError) as caught:
-        prompts.enter("c", token_rate=1000.0, tenant="t")
+        prompts.enter(of("c", "t"), token_rate=1000.0)
     assert caught.value.reason is Reason.QUEUE_FULL
     assert caught.value.retry_after_s == pytest.approx(2.0)
     prompts.leave("b")
-    prompts.enter("c", token_rate=0.0, tenant="t")
+    prompts.enter(of("c", "t"), token_rate=0.0)
 
 
 def test_the_room_for_other_tenants_has_a_bound() -> None:
@@ -129,7 +179,7 @@ def test_the_room_for_other_tenants_has_a_bound() -> None:
     entered(prompts, "d", tenant="first")
     entered(prompts, "e", tenant="second")
     with pytest.raises(ServiceError) as caught:
-        prompts.enter("f", token_rate=0.0, tenant="third")
+        prompts.enter(of("f", "third"), token_rate=0.0)
     assert caught.value.reason is Reason.QUEUE_FULL
     prompts.check_invariants()
 
@@ -139,7 +189,7 @@ def test_an_unmeasured_worker_still_names_a_wait() -> None:
     prompts = scheduler(queue=1, interleave=1)
     entered(prompts, "a", "b")
     with pytest.raises(ServiceError) as caught:
-        prompts.enter("c", token_rate=0.0, tenant="t")
+        prompts.enter(of("c", "t"), token_rate=0.0)
     assert caught.value.retry_after_s == 0.5
 
 
@@ -148,7 +198,7 @@ def test_the_same_request_does_not_run_twice() -> None:
     prompts = scheduler()
     entered(prompts, "a")
     with pytest.raises(ServiceError) as caught:
-        prompts.enter("a", token_rate=0.0)
+        prompts.enter(of("a", ""), token_rate=0.0)
     assert caught.value.reason is Reason.ALREADY_EXISTS
 
 
@@ -175,7 +225,7 @@ def test_no_sequence_of_events_breaks_the_invariants(events: list[tuple[str, int
     for kind, number, tokens in events:
         name = str(number)
         if kind == "e" and name not in chunks and len(prompts) < 4:
-            prompts.enter(name, token_rate=0.0, tenant=str(number % 3))
+            prompts.enter(of(name, str(number % 3)), token_rate=0.0)
             chunks[name] = None
         elif kind == "a" and name in chunks and name not in prompts.batch:
             prompts.ask(name, tokens)

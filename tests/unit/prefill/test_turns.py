@@ -13,6 +13,7 @@ import pytest
 from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.transformer import ComputeCancelled
 from baton.errors import Reason, ServiceError
+from baton.scheduling.claims import Claim
 from baton.worker.chunk_compute import ChunkWork, ComputedChunk
 from baton.worker.threads import WorkThread
 from services.prefill.scheduler import PromptScheduler
@@ -34,10 +35,6 @@ class Engine:
         if all(chunk.should_cancel is not None and chunk.should_cancel() for chunk in chunks):
             raise ComputeCancelled
         return [np.array([chunk.tokens[0]], dtype=np.float32) for chunk in chunks]
-
-    def prefill_chunk(self, tokens: Sequence[int], *_: Any) -> Any:
-        self._begin([tokens[0]])
-        return np.array([tokens[0]], dtype=np.float32)
 
     def _begin(self, first_tokens: list[int]) -> None:
         self.passes.append(first_tokens)
@@ -81,7 +78,7 @@ class Bench:
     async def compute(self, token: int, tokens: int = 1) -> ComputedChunk:
         """One prompt of one chunk."""
         engine: Any = self.engine
-        with self.turns.entered(str(token)):
+        with self.turns.entered(Claim(request_id=str(token))):
             mine = PromptTurns(self.turns, str(token), self.thread, engine)
             return await mine.compute(self.work(token, tokens))
 
@@ -117,7 +114,7 @@ async def test_a_batch_stays_together_chunk_after_chunk(bench: Bench) -> None:
     engine: Any = bench.engine
 
     async def prompt(token: int, chunks: int) -> None:
-        with bench.turns.entered(str(token)):
+        with bench.turns.entered(Claim(request_id=str(token))):
             mine = PromptTurns(bench.turns, str(token), bench.thread, engine)
             for _ in range(chunks):
                 await mine.compute(bench.work(token))
@@ -192,7 +189,7 @@ async def test_a_measured_rate_is_that_of_whole_passes(bench: Bench) -> None:
 
 async def test_waiting_for_an_empty_worker_has_a_deadline(bench: Bench) -> None:
     """Drain reports what was left instead of waiting for ever."""
-    with bench.turns.entered("a"):
+    with bench.turns.entered(Claim(request_id="a")):
         assert not await bench.turns.wait_empty(0.001)
 
 

@@ -1030,6 +1030,7 @@ class WorkerLoad(_message.Message):
     PAGES_TOTAL_FIELD_NUMBER: _builtins.int
     TPOT_S_FIELD_NUMBER: _builtins.int
     PREFILL_TOKEN_RATE_FIELD_NUMBER: _builtins.int
+    QUEUE_MAX_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Sequences or prompts being worked on."""
     queued: _builtins.int
@@ -1050,6 +1051,8 @@ class WorkerLoad(_message.Message):
     """Prompt tokens per second that a decode worker computes itself: measured by its local prefills
     and recomputations, before the first by a test at its start. Zero: not known.
     """
+    queue_max: _builtins.int
+    """Requests that may wait beyond the most at once. Absent: not said."""
     def __init__(
         self,
         *,
@@ -1062,12 +1065,15 @@ class WorkerLoad(_message.Message):
         pages_total: _builtins.int = ...,
         tpot_s: _builtins.float = ...,
         prefill_token_rate: _builtins.float = ...,
+        queue_max: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_max", b"_queue_max", "queue_max", b"queue_max"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_max", b"active_max", "pages_free", b"pages_free", "pages_total", b"pages_total", "prefill_token_rate", b"prefill_token_rate", "queued", b"queued", "queued_tokens", b"queued_tokens", "token_rate", b"token_rate", "tpot_s", b"tpot_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_max", b"_queue_max", "active", b"active", "active_max", b"active_max", "pages_free", b"pages_free", "pages_total", b"pages_total", "prefill_token_rate", b"prefill_token_rate", "queue_max", b"queue_max", "queued", b"queued", "queued_tokens", b"queued_tokens", "token_rate", b"token_rate", "tpot_s", b"tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__queue_max: _TypeAlias = _typing.Literal["queue_max"]  # noqa: Y015
+    _WhichOneofArgType__queue_max: _TypeAlias = _typing.Literal["_queue_max", b"_queue_max"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_max) -> _WhichOneofReturnType__queue_max | None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 

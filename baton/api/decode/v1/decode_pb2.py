@@ -26,7 +26,7 @@ from baton.api.common.v1 import common_pb2 as baton_dot_api_dot_common_dot_v1_do
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n baton/api/decode/v1/decode.proto\x12\x13\x62\x61ton.api.decode.v1\x1a baton/api/common/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\xa7\x01\n\x0ePrepareRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12-\n\x05label\x18\x04 \x01(\x0b\x32\x1e.baton.api.common.v1.PairLabel\x12\'\n\x04hold\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\x0fPrepareResponse\x12\x0e\n\x06\x61\x63tive\x18\x01 \x01(\r\"\xac\x01\n\nRunRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.baton.api.decode.v1.HelloH\x00\x12\x33\n\x05start\x18\x02 \x01(\x0b\x32\".baton.api.decode.v1.StartSequenceH\x00\x12\x31\n\x04stop\x18\x03 \x01(\x0b\x32!.baton.api.decode.v1.StopSequenceH\x00\x42\t\n\x07\x63ommand\"0\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\xd3\x02\n\rStartSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06log_id\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\ncapability\x18\x04 \x01(\t\x12\x12\n\nnext_index\x18\x05 \x01(\r\x12\x15\n\rlocal_prefill\x18\x06 \x01(\x08\x12-\n\x05label\x18\x07 \x01(\x0b\x32\x1e.baton.api.common.v1.PairLabel\x12+\n\x08\x64\x65\x61\x64line\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x38\n\rservice_class\x18\x0b \x01(\x0e\x32!.baton.api.decode.v1.ServiceClass\x12\x10\n\x08priority\x18\x0c \x01(\x05\"\"\n\x0cStopSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"A\n\x0bRunResponse\x12\x32\n\x06\x65vents\x18\x01 \x03(\x0b\x32\".baton.api.decode.v1.SequenceEvent\"\xb0\x03\n\rSequenceEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\x05token\x18\x02 \x01(\x0b\x32\x1f.baton.api.common.v1.TokenEventH\x00\x12\x37\n\x07started\x18\x03 \x01(\x0b\x32$.baton.api.decode.v1.SequenceStartedH\x00\x12\x31\n\x05\x65rror\x18\x04 \x01(\x0b\x32 .baton.api.common.v1.ErrorDetailH\x00\x12\x37\n\x07waiting\x18\x07 \x01(\x0b\x32$.baton.api.decode.v1.SequenceWaitingH\x00\x12)\n\x05usage\x18\x05 \x01(\x0b\x32\x1a.baton.api.common.v1.Usage\x12K\n\rstage_seconds\x18\x06 \x03(\x0b\x32\x34.baton.api.decode.v1.SequenceEvent.StageSecondsEntry\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05\x65vent\"5\n\x0fSequenceWaiting\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x11\n\tpreempted\x18\x02 \x01(\x08\"\xac\x03\n\x0fSequenceStarted\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12.\n\x0bkv_transfer\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\texactness\x18\x04 \x01(\x0e\x32#.baton.api.common.v1.ExactnessClass\x12\x32\n\x0fprefill_compute\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12M\n\rstage_seconds\x18\x06 \x03(\x0b\x32\x36.baton.api.decode.v1.SequenceStarted.StageSecondsEntry\x12(\n\x05total\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0etransfer_bytes\x18\x08 \x01(\x04\x12\x11\n\ttransport\x18\t \x01(\t\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ncapability\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"N\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ncapability\x18\x02 \x01(\t\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\r*e\n\x0cServiceClass\x12\x1d\n\x19SERVICE_CLASS_UNSPECIFIED\x10\x00\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x01\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x02\x32\xd6\x02\n\rDecodeService\x12T\n\x07Prepare\x12#.baton.api.decode.v1.PrepareRequest\x1a$.baton.api.decode.v1.PrepareResponse\x12L\n\x03Run\x12\x1f.baton.api.decode.v1.RunRequest\x1a .baton.api.decode.v1.RunResponse(\x01\x30\x01\x12Q\n\x06\x43\x61ncel\x12\".baton.api.decode.v1.CancelRequest\x1a#.baton.api.decode.v1.CancelResponse\x12N\n\x05\x44rain\x12!.baton.api.decode.v1.DrainRequest\x1a\".baton.api.decode.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n baton/api/decode/v1/decode.proto\x12\x13\x62\x61ton.api.decode.v1\x1a baton/api/common/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\xb7\x01\n\x0ePrepareRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12-\n\x05label\x18\x04 \x01(\x0b\x32\x1e.baton.api.common.v1.PairLabel\x12\'\n\x04hold\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06tenant\x18\x06 \x01(\t\"!\n\x0fPrepareResponse\x12\x0e\n\x06\x61\x63tive\x18\x01 \x01(\r\"\xac\x01\n\nRunRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.baton.api.decode.v1.HelloH\x00\x12\x33\n\x05start\x18\x02 \x01(\x0b\x32\".baton.api.decode.v1.StartSequenceH\x00\x12\x31\n\x04stop\x18\x03 \x01(\x0b\x32!.baton.api.decode.v1.StopSequenceH\x00\x42\t\n\x07\x63ommand\"0\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\xe3\x02\n\rStartSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06log_id\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\ncapability\x18\x04 \x01(\t\x12\x12\n\nnext_index\x18\x05 \x01(\r\x12\x15\n\rlocal_prefill\x18\x06 \x01(\x08\x12-\n\x05label\x18\x07 \x01(\x0b\x32\x1e.baton.api.common.v1.PairLabel\x12+\n\x08\x64\x65\x61\x64line\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x38\n\rservice_class\x18\x0b \x01(\x0e\x32!.baton.api.decode.v1.ServiceClass\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x0e\n\x06weight\x18\r \x01(\r\"\"\n\x0cStopSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"A\n\x0bRunResponse\x12\x32\n\x06\x65vents\x18\x01 \x03(\x0b\x32\".baton.api.decode.v1.SequenceEvent\"\xb0\x03\n\rSequenceEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\x05token\x18\x02 \x01(\x0b\x32\x1f.baton.api.common.v1.TokenEventH\x00\x12\x37\n\x07started\x18\x03 \x01(\x0b\x32$.baton.api.decode.v1.SequenceStartedH\x00\x12\x31\n\x05\x65rror\x18\x04 \x01(\x0b\x32 .baton.api.common.v1.ErrorDetailH\x00\x12\x37\n\x07waiting\x18\x07 \x01(\x0b\x32$.baton.api.decode.v1.SequenceWaitingH\x00\x12)\n\x05usage\x18\x05 \x01(\x0b\x32\x1a.baton.api.common.v1.Usage\x12K\n\rstage_seconds\x18\x06 \x03(\x0b\x32\x34.baton.api.decode.v1.SequenceEvent.StageSecondsEntry\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05\x65vent\"5\n\x0fSequenceWaiting\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x11\n\tpreempted\x18\x02 \x01(\x08\"\xac\x03\n\x0fSequenceStarted\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12.\n\x0bkv_transfer\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\texactness\x18\x04 \x01(\x0e\x32#.baton.api.common.v1.ExactnessClass\x12\x32\n\x0fprefill_compute\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12M\n\rstage_seconds\x18\x06 \x03(\x0b\x32\x36.baton.api.decode.v1.SequenceStarted.StageSecondsEntry\x12(\n\x05total\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0etransfer_bytes\x18\x08 \x01(\x04\x12\x11\n\ttransport\x18\t \x01(\t\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ncapability\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"N\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ncapability\x18\x02 \x01(\t\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\r*e\n\x0cServiceClass\x12\x1d\n\x19SERVICE_CLASS_UNSPECIFIED\x10\x00\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x01\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x02\x32\xd6\x02\n\rDecodeService\x12T\n\x07Prepare\x12#.baton.api.decode.v1.PrepareRequest\x1a$.baton.api.decode.v1.PrepareResponse\x12L\n\x03Run\x12\x1f.baton.api.decode.v1.RunRequest\x1a .baton.api.decode.v1.RunResponse(\x01\x30\x01\x12Q\n\x06\x43\x61ncel\x12\".baton.api.decode.v1.CancelRequest\x1a#.baton.api.decode.v1.CancelResponse\x12N\n\x05\x44rain\x12!.baton.api.decode.v1.DrainRequest\x1a\".baton.api.decode.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,40 +37,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEQUENCEEVENT_STAGESECONDSENTRY']._serialized_options = b'8\001'
   _globals['_SEQUENCESTARTED_STAGESECONDSENTRY']._loaded_options = None
   _globals['_SEQUENCESTARTED_STAGESECONDSENTRY']._serialized_options = b'8\001'
-  _globals['_SERVICECLASS']._serialized_start=2125
-  _globals['_SERVICECLASS']._serialized_end=2226
+  _globals['_SERVICECLASS']._serialized_start=2157
+  _globals['_SERVICECLASS']._serialized_end=2258
   _globals['_PREPAREREQUEST']._serialized_start=124
-  _globals['_PREPAREREQUEST']._serialized_end=291
-  _globals['_PREPARERESPONSE']._serialized_start=293
-  _globals['_PREPARERESPONSE']._serialized_end=326
-  _globals['_RUNREQUEST']._serialized_start=329
-  _globals['_RUNREQUEST']._serialized_end=501
-  _globals['_HELLO']._serialized_start=503
-  _globals['_HELLO']._serialized_end=551
-  _globals['_STARTSEQUENCE']._serialized_start=554
-  _globals['_STARTSEQUENCE']._serialized_end=893
-  _globals['_STOPSEQUENCE']._serialized_start=895
-  _globals['_STOPSEQUENCE']._serialized_end=929
-  _globals['_RUNRESPONSE']._serialized_start=931
-  _globals['_RUNRESPONSE']._serialized_end=996
-  _globals['_SEQUENCEEVENT']._serialized_start=999
-  _globals['_SEQUENCEEVENT']._serialized_end=1431
-  _globals['_SEQUENCEEVENT_STAGESECONDSENTRY']._serialized_start=1371
-  _globals['_SEQUENCEEVENT_STAGESECONDSENTRY']._serialized_end=1422
-  _globals['_SEQUENCEWAITING']._serialized_start=1433
-  _globals['_SEQUENCEWAITING']._serialized_end=1486
-  _globals['_SEQUENCESTARTED']._serialized_start=1489
-  _globals['_SEQUENCESTARTED']._serialized_end=1917
-  _globals['_SEQUENCESTARTED_STAGESECONDSENTRY']._serialized_start=1371
-  _globals['_SEQUENCESTARTED_STAGESECONDSENTRY']._serialized_end=1422
-  _globals['_CANCELREQUEST']._serialized_start=1919
-  _globals['_CANCELREQUEST']._serialized_end=1974
-  _globals['_CANCELRESPONSE']._serialized_start=1976
-  _globals['_CANCELRESPONSE']._serialized_end=2007
-  _globals['_DRAINREQUEST']._serialized_start=2009
-  _globals['_DRAINREQUEST']._serialized_end=2087
-  _globals['_DRAINRESPONSE']._serialized_start=2089
-  _globals['_DRAINRESPONSE']._serialized_end=2123
-  _globals['_DECODESERVICE']._serialized_start=2229
-  _globals['_DECODESERVICE']._serialized_end=2571
+  _globals['_PREPAREREQUEST']._serialized_end=307
+  _globals['_PREPARERESPONSE']._serialized_start=309
+  _globals['_PREPARERESPONSE']._serialized_end=342
+  _globals['_RUNREQUEST']._serialized_start=345
+  _globals['_RUNREQUEST']._serialized_end=517
+  _globals['_HELLO']._serialized_start=519
+  _globals['_HELLO']._serialized_end=567
+  _globals['_STARTSEQUENCE']._serialized_start=570
+  _globals['_STARTSEQUENCE']._serialized_end=925
+  _globals['_STOPSEQUENCE']._serialized_start=927
+  _globals['_STOPSEQUENCE']._serialized_end=961
+  _globals['_RUNRESPONSE']._serialized_start=963
+  _globals['_RUNRESPONSE']._serialized_end=1028
+  _globals['_SEQUENCEEVENT']._serialized_start=1031
+  _globals['_SEQUENCEEVENT']._serialized_end=1463
+  _globals['_SEQUENCEEVENT_STAGESECONDSENTRY']._serialized_start=1403
+  _globals['_SEQUENCEEVENT_STAGESECONDSENTRY']._serialized_end=1454
+  _globals['_SEQUENCEWAITING']._serialized_start=1465
+  _globals['_SEQUENCEWAITING']._serialized_end=1518
+  _globals['_SEQUENCESTARTED']._serialized_start=1521
+  _globals['_SEQUENCESTARTED']._serialized_end=1949
+  _globals['_SEQUENCESTARTED_STAGESECONDSENTRY']._serialized_start=1403
+  _globals['_SEQUENCESTARTED_STAGESECONDSENTRY']._serialized_end=1454
+  _globals['_CANCELREQUEST']._serialized_start=1951
+  _globals['_CANCELREQUEST']._serialized_end=2006
+  _globals['_CANCELRESPONSE']._serialized_start=2008
+  _globals['_CANCELRESPONSE']._serialized_end=2039
+  _globals['_DRAINREQUEST']._serialized_start=2041
+  _globals['_DRAINREQUEST']._serialized_end=2119
+  _globals['_DRAINRESPONSE']._serialized_start=2121
+  _globals['_DRAINRESPONSE']._serialized_end=2155
+  _globals['_DECODESERVICE']._serialized_start=2261
+  _globals['_DECODESERVICE']._serialized_end=2603
 # @@protoc_insertion_point(module_scope)

@@ -56,12 +56,15 @@ class PrepareRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The internal request id."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     max_tokens: _builtins.int
     """Most tokens to produce."""
+    tenant: _builtins.str
+    """Whose it will be: a full queue still takes what belongs to a tenant with few places."""
     @_builtins.property
     def label(self) -> _common_pb2.PairLabel:
         """The gateway's idea of the pair label."""
@@ -78,10 +81,11 @@ class PrepareRequest(_message.Message):
         max_tokens: _builtins.int = ...,
         label: _common_pb2.PairLabel | None = ...,
         hold: _duration_pb2.Duration | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "label", b"label", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "label", b"label", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -191,6 +195,7 @@ class StartSequence(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The internal request id."""
     log_id: _builtins.bytes
@@ -206,11 +211,15 @@ class StartSequence(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the request."""
     tenant: _builtins.str
-    """Whose request it is, as the gateway verified; slots are shared fairly between tenants."""
+    """Whose request it is; slots are shared fairly between tenants. The capability decides: another
+    name is refused, none is taken from there.
+    """
     service_class: Global___ServiceClass.ValueType
     """Its class, as the gateway's policy allows."""
     priority: _builtins.int
     """Within a class a higher one goes first, as the gateway's policy says."""
+    weight: _builtins.int
+    """How much of what tenants share is this one's, 1 to 1000; zero is one."""
     @_builtins.property
     def label(self) -> _common_pb2.PairLabel:
         """The gateway's idea of the pair label."""
@@ -234,10 +243,11 @@ class StartSequence(_message.Message):
         tenant: _builtins.str = ...,
         service_class: Global___ServiceClass.ValueType = ...,
         priority: _builtins.int = ...,
+        weight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "deadline", b"deadline", "generation", b"generation", "label", b"label", "local_prefill", b"local_prefill", "log_id", b"log_id", "next_index", b"next_index", "priority", b"priority", "request_id", b"request_id", "service_class", b"service_class", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "deadline", b"deadline", "generation", b"generation", "label", b"label", "local_prefill", b"local_prefill", "log_id", b"log_id", "next_index", b"next_index", "priority", b"priority", "request_id", b"request_id", "service_class", b"service_class", "tenant", b"tenant", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,7 +544,7 @@ class DrainRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     capability: _builtins.str
-    """An operator's capability."""
+    """A capability with the right ADMIN that names no tenant."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Longest wait."""

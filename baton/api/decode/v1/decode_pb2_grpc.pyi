@@ -40,7 +40,9 @@ class DecodeServiceStub:
     Cancel: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]
     """Cancel stops a sequence between two steps."""
     Drain: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DrainRequest, _decode_pb2.DrainResponse]
-    """Drain refuses new work and waits for what runs."""
+    """Drain refuses new work and waits for what runs. The worker has its kvstore check that whoever
+    asks is an operator.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -54,7 +56,9 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Cancel: _aio.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancel stops a sequence between two steps."""
     Drain: _aio.UnaryUnaryMultiCallable[_decode_pb2.DrainRequest, _decode_pb2.DrainResponse]  # type: ignore[assignment]
-    """Drain refuses new work and waits for what runs."""
+    """Drain refuses new work and waits for what runs. The worker has its kvstore check that whoever
+    asks is an operator.
+    """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     """DecodeService continues sequences."""
@@ -89,6 +93,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.DrainResponse, _abc.Awaitable[_decode_pb2.DrainResponse]]:
-        """Drain refuses new work and waits for what runs."""
+        """Drain refuses new work and waits for what runs. The worker has its kvstore check that whoever
+        asks is an operator.
+        """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -903,3 +903,42 @@ class ImportLogResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImportLogResponse: _TypeAlias = ImportLogResponse  # noqa: Y015
+
+@_typing.final
+class CheckOperatorRequest(_message.Message):
+    """CheckOperatorRequest names what is to be checked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    capability: _builtins.str
+    """The capability that was shown."""
+    def __init__(
+        self,
+        *,
+        capability: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckOperatorRequest: _TypeAlias = CheckOperatorRequest  # noqa: Y015
+
+@_typing.final
+class CheckOperatorResponse(_message.Message):
+    """CheckOperatorResponse says that it is an operator's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckOperatorResponse: _TypeAlias = CheckOperatorResponse  # noqa: Y015

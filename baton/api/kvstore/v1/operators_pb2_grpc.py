@@ -67,6 +67,11 @@ class OperatorServiceStub:
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.ReportScrubRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.ReportScrubResponse.FromString,
                 _registered_method=True)
+        self.CheckOperator = channel.unary_unary(
+                '/baton.api.kvstore.v1.OperatorService/CheckOperator',
+                request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.CheckOperatorRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.CheckOperatorResponse.FromString,
+                _registered_method=True)
         self.ImportLog = channel.stream_unary(
                 '/baton.api.kvstore.v1.OperatorService/ImportLog',
                 request_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.ImportLogRequest.SerializeToString,
@@ -122,6 +127,14 @@ class OperatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckOperator(self, request, context):
+        """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability that
+        it was shown is an operator's. Any other is refused as by every call here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ImportLog(self, request_iterator, context):
         """ImportLog stores consecutive blobs, from position 0 on, as one new log that nobody writes.
         """
@@ -161,6 +174,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.ReportScrub,
                     request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.ReportScrubRequest.FromString,
                     response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.ReportScrubResponse.SerializeToString,
+            ),
+            'CheckOperator': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckOperator,
+                    request_deserializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.CheckOperatorRequest.FromString,
+                    response_serializer=baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.CheckOperatorResponse.SerializeToString,
             ),
             'ImportLog': grpc.stream_unary_rpc_method_handler(
                     servicer.ImportLog,
@@ -333,6 +351,33 @@ class OperatorService:
             '/baton.api.kvstore.v1.OperatorService/ReportScrub',
             baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.ReportScrubRequest.SerializeToString,
             baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.ReportScrubResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckOperator(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.kvstore.v1.OperatorService/CheckOperator',
+            baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.CheckOperatorRequest.SerializeToString,
+            baton_dot_api_dot_kvstore_dot_v1_dot_operators__pb2.CheckOperatorResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from baton.api.common.v1 import common_pb2 as baton_dot_api_dot_common_dot_v1_dot_common__pb2
+from baton.api.decode.v1 import decode_pb2 as baton_dot_api_dot_decode_dot_v1_dot_decode__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"baton/api/prefill/v1/prefill.proto\x12\x14\x62\x61ton.api.prefill.v1\x1a baton/api/common/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\xa8\x01\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06log_id\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\ncapability\x18\x04 \x01(\t\x12-\n\x05label\x18\x05 \x01(\x0b\x32\x1e.baton.api.common.v1.PairLabel\x12\x0f\n\x07kv_only\x18\x06 \x01(\x08\x12\x0e\n\x06tenant\x18\x07 \x01(\t\"\x87\x01\n\x0bRunResponse\x12?\n\x0f\x63hunk_committed\x18\x01 \x01(\x0b\x32$.baton.api.prefill.v1.ChunkCommittedH\x00\x12.\n\x06sealed\x18\x02 \x01(\x0b\x32\x1c.baton.api.prefill.v1.SealedH\x00\x42\x07\n\x05\x65vent\"<\n\x0e\x43hunkCommitted\x12\x15\n\rfrom_position\x18\x01 \x01(\r\x12\x13\n\x0bto_position\x18\x02 \x01(\r\"\xd6\x03\n\x06Sealed\x12\x34\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x1f.baton.api.common.v1.TokenEvent\x12)\n\x05usage\x18\x02 \x01(\x0b\x32\x1a.baton.api.common.v1.Usage\x12\x36\n\texactness\x18\x03 \x01(\x0e\x32#.baton.api.common.v1.ExactnessClass\x12-\n\nqueue_wait\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fprefill_compute\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07kv_pack\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x45\n\rstage_seconds\x18\x07 \x03(\x0b\x32..baton.api.prefill.v1.Sealed.StageSecondsEntry\x12(\n\x05total\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ncapability\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"N\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ncapability\x18\x02 \x01(\t\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\r2\x85\x02\n\x0ePrefillService\x12L\n\x03Run\x12 .baton.api.prefill.v1.RunRequest\x1a!.baton.api.prefill.v1.RunResponse0\x01\x12S\n\x06\x43\x61ncel\x12#.baton.api.prefill.v1.CancelRequest\x1a$.baton.api.prefill.v1.CancelResponse\x12P\n\x05\x44rain\x12\".baton.api.prefill.v1.DrainRequest\x1a#.baton.api.prefill.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"baton/api/prefill/v1/prefill.proto\x12\x14\x62\x61ton.api.prefill.v1\x1a baton/api/common/v1/common.proto\x1a baton/api/decode/v1/decode.proto\x1a\x1egoogle/protobuf/duration.proto\"\x84\x02\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06log_id\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\ncapability\x18\x04 \x01(\t\x12-\n\x05label\x18\x05 \x01(\x0b\x32\x1e.baton.api.common.v1.PairLabel\x12\x0f\n\x07kv_only\x18\x06 \x01(\x08\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x38\n\rservice_class\x18\x08 \x01(\x0e\x32!.baton.api.decode.v1.ServiceClass\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0e\n\x06weight\x18\n \x01(\r\"\x87\x01\n\x0bRunResponse\x12?\n\x0f\x63hunk_committed\x18\x01 \x01(\x0b\x32$.baton.api.prefill.v1.ChunkCommittedH\x00\x12.\n\x06sealed\x18\x02 \x01(\x0b\x32\x1c.baton.api.prefill.v1.SealedH\x00\x42\x07\n\x05\x65vent\"<\n\x0e\x43hunkCommitted\x12\x15\n\rfrom_position\x18\x01 \x01(\r\x12\x13\n\x0bto_position\x18\x02 \x01(\r\"\xd6\x03\n\x06Sealed\x12\x34\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x1f.baton.api.common.v1.TokenEvent\x12)\n\x05usage\x18\x02 \x01(\x0b\x32\x1a.baton.api.common.v1.Usage\x12\x36\n\texactness\x18\x03 \x01(\x0e\x32#.baton.api.common.v1.ExactnessClass\x12-\n\nqueue_wait\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fprefill_compute\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07kv_pack\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x45\n\rstage_seconds\x18\x07 \x03(\x0b\x32..baton.api.prefill.v1.Sealed.StageSecondsEntry\x12(\n\x05total\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x33\n\x11StageSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ncapability\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"N\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ncapability\x18\x02 \x01(\t\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\r2\x85\x02\n\x0ePrefillService\x12L\n\x03Run\x12 .baton.api.prefill.v1.RunRequest\x1a!.baton.api.prefill.v1.RunResponse0\x01\x12S\n\x06\x43\x61ncel\x12#.baton.api.prefill.v1.CancelRequest\x1a$.baton.api.prefill.v1.CancelResponse\x12P\n\x05\x44rain\x12\".baton.api.prefill.v1.DrainRequest\x1a#.baton.api.prefill.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,24 +36,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SEALED_STAGESECONDSENTRY']._loaded_options = None
   _globals['_SEALED_STAGESECONDSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNREQUEST']._serialized_start=127
-  _globals['_RUNREQUEST']._serialized_end=295
-  _globals['_RUNRESPONSE']._serialized_start=298
-  _globals['_RUNRESPONSE']._serialized_end=433
-  _globals['_CHUNKCOMMITTED']._serialized_start=435
-  _globals['_CHUNKCOMMITTED']._serialized_end=495
-  _globals['_SEALED']._serialized_start=498
-  _globals['_SEALED']._serialized_end=968
-  _globals['_SEALED_STAGESECONDSENTRY']._serialized_start=917
-  _globals['_SEALED_STAGESECONDSENTRY']._serialized_end=968
-  _globals['_CANCELREQUEST']._serialized_start=970
-  _globals['_CANCELREQUEST']._serialized_end=1025
-  _globals['_CANCELRESPONSE']._serialized_start=1027
-  _globals['_CANCELRESPONSE']._serialized_end=1058
-  _globals['_DRAINREQUEST']._serialized_start=1060
-  _globals['_DRAINREQUEST']._serialized_end=1138
-  _globals['_DRAINRESPONSE']._serialized_start=1140
-  _globals['_DRAINRESPONSE']._serialized_end=1174
-  _globals['_PREFILLSERVICE']._serialized_start=1177
-  _globals['_PREFILLSERVICE']._serialized_end=1438
+  _globals['_RUNREQUEST']._serialized_start=161
+  _globals['_RUNREQUEST']._serialized_end=421
+  _globals['_RUNRESPONSE']._serialized_start=424
+  _globals['_RUNRESPONSE']._serialized_end=559
+  _globals['_CHUNKCOMMITTED']._serialized_start=561
+  _globals['_CHUNKCOMMITTED']._serialized_end=621
+  _globals['_SEALED']._serialized_start=624
+  _globals['_SEALED']._serialized_end=1094
+  _globals['_SEALED_STAGESECONDSENTRY']._serialized_start=1043
+  _globals['_SEALED_STAGESECONDSENTRY']._serialized_end=1094
+  _globals['_CANCELREQUEST']._serialized_start=1096
+  _globals['_CANCELREQUEST']._serialized_end=1151
+  _globals['_CANCELRESPONSE']._serialized_start=1153
+  _globals['_CANCELRESPONSE']._serialized_end=1184
+  _globals['_DRAINREQUEST']._serialized_start=1186
+  _globals['_DRAINREQUEST']._serialized_end=1264
+  _globals['_DRAINRESPONSE']._serialized_start=1266
+  _globals['_DRAINRESPONSE']._serialized_end=1300
+  _globals['_PREFILLSERVICE']._serialized_start=1303
+  _globals['_PREFILLSERVICE']._serialized_end=1564
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ isort:skip_file
 The prefill worker: runs prompts in chunks and commits their KV."""
 
 from baton.api.common.v1 import common_pb2 as _common_pb2
+from baton.api.decode.v1 import decode_pb2 as _decode_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -33,6 +34,9 @@ class RunRequest(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     KV_ONLY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The internal request id, bound into the capability."""
     log_id: _builtins.bytes
@@ -44,7 +48,15 @@ class RunRequest(_message.Message):
     kv_only: _builtins.bool
     """Compute the KV and seal without sampling: used to publish a prefix."""
     tenant: _builtins.str
-    """Whose request it is, as the gateway verified; prompts take turns fairly between tenants."""
+    """Whose request it is; prompts take turns fairly between tenants. The capability decides: another
+    name is refused, none is taken from there.
+    """
+    service_class: _decode_pb2.ServiceClass.ValueType
+    """Its class, as the gateway's policy allows."""
+    priority: _builtins.int
+    """Within a class a higher one goes first, as the gateway's policy says."""
+    weight: _builtins.int
+    """How much of what tenants share is this one's, 1 to 1000; zero is one."""
     @_builtins.property
     def label(self) -> _common_pb2.PairLabel:
         """The gateway's idea of the pair label; a mismatch is refused naming the field."""
@@ -59,10 +71,13 @@ class RunRequest(_message.Message):
         label: _common_pb2.PairLabel | None = ...,
         kv_only: _builtins.bool = ...,
         tenant: _builtins.str = ...,
+        service_class: _decode_pb2.ServiceClass.ValueType = ...,
+        priority: _builtins.int = ...,
+        weight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "kv_only", b"kv_only", "label", b"label", "log_id", b"log_id", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "generation", b"generation", "kv_only", b"kv_only", "label", b"label", "log_id", b"log_id", "priority", b"priority", "request_id", b"request_id", "service_class", b"service_class", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -269,7 +284,7 @@ class DrainRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     capability: _builtins.str
-    """An operator's capability."""
+    """A capability with the right ADMIN that names no tenant."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Longest wait."""

@@ -72,7 +72,8 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain refuses new work and waits for what runs.
+        """Drain refuses new work and waits for what runs. The worker has its kvstore check that whoever
+        asks is an operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,9 @@ class PrefillServiceStub:
     Cancel: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.CancelRequest, _prefill_pb2.CancelResponse]
     """Cancel stops a run between two layers; its pages are released by the store's fence."""
     Drain: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.DrainRequest, _prefill_pb2.DrainResponse]
-    """Drain refuses new work and waits for what runs."""
+    """Drain refuses new work and waits for what runs. The worker has its kvstore check that whoever
+    asks is an operator.
+    """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -54,7 +56,9 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Cancel: _aio.UnaryUnaryMultiCallable[_prefill_pb2.CancelRequest, _prefill_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancel stops a run between two layers; its pages are released by the store's fence."""
     Drain: _aio.UnaryUnaryMultiCallable[_prefill_pb2.DrainRequest, _prefill_pb2.DrainResponse]  # type: ignore[assignment]
-    """Drain refuses new work and waits for what runs."""
+    """Drain refuses new work and waits for what runs. The worker has its kvstore check that whoever
+    asks is an operator.
+    """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """PrefillService computes the part of a prompt that no cache holds."""
@@ -83,6 +87,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.DrainResponse, _abc.Awaitable[_prefill_pb2.DrainResponse]]:
-        """Drain refuses new work and waits for what runs."""
+        """Drain refuses new work and waits for what runs. The worker has its kvstore check that whoever
+        asks is an operator.
+        """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,156 @@
+"""One tenant's hundred long requests and another's short ones, on the whole cluster.
+
+The cluster has its default queues, so that a hundred requests are more than it takes at once:
+whoever sends them is told when to come back, and does. The other tenant has to notice nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from baton.testing.cluster import RunningCluster, running_cluster
+from baton.testing.tiny_models import TinyModel, write_directory
+
+pytestmark = [pytest.mark.cluster, pytest.mark.more, pytest.mark.timeout(240)]
+
+TENANTS: Final = """
+tenants:
+  - name: many
+    keys: [key-many]
+  - name: few
+    keys: [key-few]
+"""
+LONG_REQUESTS: Final = 100
+LONG_TOKENS: Final = 600
+LONG_ANSWER: Final = 120
+SHORT_REQUESTS: Final = 12
+SLO_S: Final = 2.0
+"""What the gateway promises interactive tenants unless it is told otherwise."""
+
+_log = logging.getLogger("fair")
+_SLO: Final = re.compile(
+    r'^baton_first_tokens_total\{class="interactive",slo="(\w+)"\} (\S+)$', re.MULTILINE
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """A worker of each kind on a tiny model, and two tenants."""
+    folder: Path = tmp_path_factory.mktemp("fair")
+    model = write_directory(folder / "tiny", TinyModel(max_context=2048))
+    file = folder / "tenants.yaml"
+    file.write_text(TENANTS, encoding="utf-8")
+    flags = ("--model", str(model), "--arena-bytes", str(256 << 20), "--tenants-file", str(file))
+    with running_cluster(folder / "run", *flags) as running:
+        yield running
+
+
+def body(seed: int, tokens: int, answer: int) -> dict[str, Any]:
+    """A request whose prompt shares no beginning with another one's."""
+    prompt = [3 + (seed * 31 + index * 7 + seed * index) % 250 for index in range(tokens)]
+    return {"model": "tiny", "prompt": prompt, "max_tokens": answer, "ignore_eos": True}
+
+
+@dataclass(slots=True)
+class Crowd:
+    """One tenant's requests to a cluster."""
+
+    client: httpx.AsyncClient
+    key: str
+    finishes: list[str] = field(default_factory=list)
+    refusals: int = 0
+    was_refused: asyncio.Event = field(default_factory=asyncio.Event)
+    """Slots and queues are full."""
+    first_tokens_s: list[float] = field(default_factory=list)
+
+    async def insist(self, request: dict[str, Any]) -> None:
+        """Ask until it is answered, as late as it is told to when there is no room."""
+        while True:
+            answer = await self.client.post("/v1/completions", json=request, headers=self._headers)
+            if answer.status_code == 200:
+                self.finishes.append(answer.json()["choices"][0]["finish_reason"])
+                return
+            assert answer.status_code == 503, answer.text
+            assert answer.json()["error"]["code"] == "queue_full", answer.text
+            self.refusals += 1
+            self.was_refused.set()
+            await asyncio.sleep(float(answer.headers["retry-after"]))  # noqa: TID251 - as a client
+
+    async def stream(self, request: dict[str, Any]) -> None:
+        """Ask once, and note when the first token came."""
+        began_s = time.monotonic()
+        asked = self.client.stream(
+            "POST", "/v1/completions", json={**request, "stream": True}, headers=self._headers
+        )
+        async with asked as answer:
+            assert answer.status_code == 200, await answer.aread()
+            lines = [line async for line in self._data(answer, began_s)]
+        assert lines[-1] == "[DONE]"
+        assert '"finish_reason":"length"' in lines[-2].replace(" ", "")
+
+    async def _data(self, answer: httpx.Response, began_s: float) -> Any:
+        is_first = True
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                if is_first:
+                    self.first_tokens_s.append(time.monotonic() - began_s)
+                    is_first = False
+                yield line.removeprefix("data: ")
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"}
+
+
+async def promises(few: Crowd) -> dict[str, float]:
+    """First tokens so far that came in time, and not."""
+    page = await few.client.get("/metrics", headers=few._headers)
+    return {name: float(value) for name, value in _SLO.findall(page.text)}
+
+
+async def test_a_hundred_long_requests_of_one_tenant_do_not_cost_another_its_slo(
+    cluster: RunningCluster,
+) -> None:
+    """Short requests of the other tenant: not one is refused, each first token is in time. All of
+    the hundred are answered in the end.
+    """
+    bounds = httpx.Limits(max_connections=None)
+    async with (
+        asyncio.timeout(200.0),
+        httpx.AsyncClient(
+            base_url=cluster.url, timeout=180.0, limits=bounds, trust_env=False
+        ) as client,
+    ):
+        alone, beside = Crowd(client, "key-few"), Crowd(client, "key-few")
+        for seed in range(SHORT_REQUESTS):
+            await alone.stream(body(1000 + seed, 24, 8))
+        many = Crowd(client, "key-many")
+        async with asyncio.TaskGroup() as tasks:
+            for seed in range(LONG_REQUESTS):
+                tasks.create_task(many.insist(body(seed, LONG_TOKENS, LONG_ANSWER)))
+            await many.was_refused.wait()
+            before = await promises(beside)
+            for seed in range(SHORT_REQUESTS):
+                await beside.stream(body(2000 + seed, 24, 8))
+            unfinished = LONG_REQUESTS - len(many.finishes)
+            after = await promises(beside)
+    quiet_s, busy_s = statistics.median(alone.first_tokens_s), sorted(beside.first_tokens_s)
+    told = f"first token: alone {quiet_s:.3f} s, beside {statistics.median(busy_s):.3f} s, at most "
+    told += f"{busy_s[-1]:.3f} s, {unfinished} of {LONG_REQUESTS} unfinished, {many.refusals} told "
+    told += "to come back"
+    _log.info(told)
+    assert busy_s[-1] <= SLO_S, told
+    assert many.finishes == ["length"] * LONG_REQUESTS
+    assert unfinished >= LONG_REQUESTS // 4, f"the others were there all the time: {told}"
+    assert after.get("met", 0.0) - before.get("met", 0.0) >= SHORT_REQUESTS
