@@ -358,6 +358,14 @@ ChunkTokensOption = Annotated[
     ),
 ]
 
+ChunkingOption = Annotated[
+    Chunking,
+    typer.Option(
+        envvar="BATON_UP_CHUNKING",
+        help="Where chunks end; semantic: at sentences, lines and blocks near the size.",
+    ),
+]
+
 KvTypeOption = Annotated[
     KvType,
     typer.Option(
@@ -392,13 +400,7 @@ def up(
         Kernel, typer.Option(envvar="BATON_UP_KERNEL", help="What computes decode steps.")
     ] = Kernel.AUTO,
     chunk_tokens: ChunkTokensOption = None,
-    chunking: Annotated[
-        Chunking,
-        typer.Option(
-            envvar="BATON_UP_CHUNKING",
-            help="Where chunks end; semantic: at sentences, lines and blocks near the size.",
-        ),
-    ] = Chunking.FIXED,
+    chunking: ChunkingOption = Chunking.FIXED,
     prefill_mode: Annotated[
         PrefillMode,
         typer.Option(

@@ -189,7 +189,13 @@ def test_sentences_end_chunks_in_every_script(sentence: str, name: str) -> None:
     assert all(chunk.rstrip().endswith(mark) for chunk in chunks)
 
 
-@pytest.mark.parametrize("text", ["สวัสดีชาวโลกวันนี้อากาศดีมาก" * 40, "ສະບາຍດີຊາວໂລກມື້ນີ້ອາກາດດີ" * 40])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "สวัสดีชาวโลกวันนี้อากาศดีมาก" * 40,
+        "ສະບາຍດີຊາວໂລກມື້ນີ້ອາກາດດີ" * 40,
+    ],
+)
 def test_scripts_without_spaces_are_cut_between_characters(text: str) -> None:
     """No mark stands at a chunk's beginning, and sizes are those aimed at."""
     chunks = chunks_of(text, 64, size=1)
