@@ -145,6 +145,7 @@ class Load:
         self._alone = [some[0].SerializeToString() for some in splices]
         self.latencies_s: list[float] = []
         self.answered = 0
+        self.answered_in_all = 0
         self.seconds = 0.0
 
     def _stream(self) -> Any:
@@ -160,6 +161,7 @@ class Load:
                 assert body.answer == body.request
             else:
                 check(body.request, body.answer)
+            self.answered_in_all += self._plan.batch
         await call.done_writing()
         gc.collect()
         gc.freeze()
@@ -190,6 +192,7 @@ class Load:
             while (answer := await call.read()) is not grpc.aio.EOF:
                 room.release()
                 self._require(answer, number)
+                self.answered_in_all += self._plan.batch
                 now_s = time.perf_counter()
                 if from_s <= now_s < end_s:
                     self.answered += self._plan.batch
@@ -309,6 +312,7 @@ async def run(plan: Plan) -> dict[str, float]:
         parts = statistics.quantiles(load.latencies_s, n=100)
         return {
             "splices_per_s": load.answered / load.seconds,
+            "answered_in_all": load.answered_in_all,
             "p50_ms": parts[49] * 1e3,
             "p99_ms": parts[98] * 1e3,
             "max_ms": max(load.latencies_s) * 1e3,

@@ -39,7 +39,6 @@ _SEGMENT: Final = re.compile(
     + rb"(?:\x42\x20(.{32})\x4a\x20(.{32}))?\x60(.)",
     re.DOTALL,
 )  # fmt: skip
-_REST: Final = re.compile(rb"\x18(.)((?:\x22\x20.{32})*)((?:\x2a\x20.{32})*)", re.DOTALL)
 _SIZE: Final = re.compile(rb"[\x80-\xff]{0,3}[\x01-\x7f]|\x00")
 _BATCH_ID: Final = re.compile(rb"\x08" + _U63)
 
@@ -142,7 +141,8 @@ def outcome_of(data: bytes, at: int, end: int) -> bytes | None:
         segment = data[at + 1 : after]
         parts += (b"\x0a", varint(1 + len(segment) + len(counts)), b"\x0a", segment, counts)
         before, meets, at = raw_end, history_end, after
-    if label is None or not _is_rest(data[at:end], label[2], texts + ids):
+    # The request ends with the block size and the hashes that its segments have.
+    if label is None or not hmac.compare_digest(data[at:end], b"\x18" + label[2] + texts + ids):
         return None
     if not BLOCK_TOKENS_MIN <= block <= BLOCK_TOKENS_MAX or len(packed) > SEGMENTS_MAX:
         return None
@@ -160,14 +160,6 @@ def _behind_request_id(data: bytes, at: int, end: int) -> int:
 
 def _is_readable(writer: int, reader: int) -> bool:
     return DEFAULT_POLICY.is_readable(writer=writer, reader=reader)
-
-
-def _is_rest(rest: bytes, raw_block: bytes, hashes: bytes) -> bool:
-    """Whether a request ends with the block size and hashes that its segments have."""
-    found = _REST.fullmatch(rest)
-    if found is None or found[1] != raw_block:
-        return False
-    return hmac.compare_digest(found[2] + found[3], hashes)
 
 
 def _digest(packed: list[bytes], label: tuple[bytes, bytes, bytes], total: int) -> bytes:
