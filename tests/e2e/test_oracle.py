@@ -93,14 +93,18 @@ def test_local_prefill_equals_transformers(
 
 
 @pytest.mark.parametrize(
-    "chunk_tokens",
-    [16, *(pytest.param(size, marks=pytest.mark.more) for size in (64, 384, 4096))],
+    ("chunk_tokens", "chunking"),
+    [
+        (16, "fixed"),
+        *(pytest.param(size, "fixed", marks=pytest.mark.more) for size in (64, 384, 4096)),
+        *(pytest.param(size, "semantic", marks=pytest.mark.more) for size in (16, 64)),
+    ],
 )
-def test_chunk_size_never_changes_the_tokens(
-    tmp_path: Path, golden_cases: list[dict[str, Any]], chunk_tokens: int
+def test_chunks_never_change_the_tokens(
+    tmp_path: Path, golden_cases: list[dict[str, Any]], chunk_tokens: int, chunking: str
 ) -> None:
     """Chunks are a schedule, not a result: every chunk attends to all earlier KV."""
-    flags = ("--dtype", "float32", "--chunk-tokens", str(chunk_tokens))
+    flags = ("--dtype", "float32", "--chunk-tokens", str(chunk_tokens), "--chunking", chunking)
     with running_cluster(tmp_path, *flags) as cluster:
         compared, skipped = run_all(cluster.url, golden_cases)
         assert compared > 10 * skipped, (compared, skipped)
