@@ -52,7 +52,8 @@ class Materialiser:
 
     def __init__(self, channels: ChannelPool) -> None:
         self._channels = channels
-        self._open = 0
+        self.under_way = 0
+        """Calls that hold a place now."""
 
     async def messages(self, order: MaterialiseOrder) -> AsyncGenerator[Piece, None]:
         """Descriptors and payload chunks, part by part in position order.
@@ -84,17 +85,17 @@ class Materialiser:
 
     @contextmanager
     def _transfer(self) -> Iterator[None]:
-        if self._open >= TRANSFERS_MAX:
+        if self.under_way >= TRANSFERS_MAX:
             raise ServiceError(
                 Reason.QUEUE_FULL,
                 f"{TRANSFERS_MAX} manifests are being materialised; retry or ask another merger",
                 retry_after_s=0.5,
             )
-        self._open += 1
+        self.under_way += 1
         try:
             yield
         finally:
-            self._open -= 1
+            self.under_way -= 1
 
 
 async def _part(client: BlobClient, index: int, segment: Segment, capability: str) -> _Part:

@@ -27,6 +27,8 @@ SILENCE_S_MAX: Final = 300.0
 """A stream on which nothing comes, or from which nothing is taken, for so long gives up its place
 among the calls; a client that has splices again opens another.
 """
+UNTAKEN_S_MAX: Final = 30.0
+"""A message of KV that its client does not take for so long ends the call."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -40,11 +42,13 @@ class MergerServicer:
         measures: MergerMeasures,
         *,
         silence_s_max: float = SILENCE_S_MAX,
+        untaken_s_max: float = UNTAKEN_S_MAX,
     ) -> None:
         self._materialiser = materialiser
         self._measures = measures
         self._splicer = Splicer(measures)
         self._silence_s_max = silence_s_max
+        self._untaken_s_max = untaken_s_max
 
     async def splice(self, request: bytes, context: _Context) -> bytes:
         """Splice: one manifest, or the refusal as the call's status."""
@@ -90,7 +94,10 @@ class MergerServicer:
             async for piece in messages:
                 if piece.payload:
                     self._measures.passed_on(piece.payload.nbytes)
-                yield piece.message
+                # Who asks for the next message has handed this one on. A client that takes nothing
+                # has its call cancelled: it keeps a place here and one at the store.
+                async with asyncio.timeout(self._untaken_s_max):
+                    yield piece.message
 
 
 def add_to_server(servicer: MergerServicer, server: grpc.aio.Server) -> None:

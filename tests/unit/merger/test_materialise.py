@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 import numpy as np
@@ -14,17 +15,22 @@ import pytest
 
 from baton.api.kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.api.merger.v1 import merger_pb2
+from baton.client import ChannelPool
 from baton.errors import Reason, ServiceError
 from baton.kv.blob import BlobHeader, seal_header, split_range
 from baton.kv.digests import ids_bytes
 from baton.kv.layout import KvDtype, KvGeometry
 from baton.kv.manifest import Segment
 from baton.kv.splice import splice
+from baton.metrics import Metrics
 from baton.rpc.server import ServerOptions, build_server
 from baton.rpc.status import from_rpc_error
 from baton.wire.blob import descriptor_from_header
 from baton.wire.segments import manifest_to_proto
 from services.merger import materialise
+from services.merger.materialise import Materialiser
+from services.merger.measures import MergerMeasures
+from services.merger.servicer import MergerServicer
 from tests.unit.merger.histories import BLOCK, IDS, KV, segment
 from tests.unit.merger.serving import running_merger
 
@@ -243,3 +249,24 @@ async def test_transfers_under_way_are_bounded(site: Site, monkeypatch: pytest.M
     while await first.read() is not grpc.aio.EOF:
         pass
     assert await site.pieces()
+
+
+async def test_client_that_takes_nothing_loses_its_place(site: Site) -> None:
+    """Its call may have no deadline; what it held is free again."""
+    async with ChannelPool() as pool:
+        materialiser = Materialiser(pool)
+        servicer = MergerServicer(
+            materialiser, MergerMeasures(Metrics("merger")), untaken_s_max=0.05
+        )
+
+        async def hands_nothing_on() -> None:
+            # A handler that does not look at its call's context may be given none.
+            async with aclosing(servicer.materialize(site.request(), cast(Any, None))) as messages:
+                async for _ in messages:
+                    assert materialiser.under_way == 1
+                    await asyncio.Event().wait()
+
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            stuck = tasks.create_task(hands_nothing_on())
+        assert stuck.cancelled()
+        assert materialiser.under_way == 0
