@@ -6,7 +6,8 @@ of their own; 60-token questions, 16-token answers. The same load with `X-Cache:
 prompt at the same place, how many were reused.
 
     make bench-prefix                         about five minutes
-    python -m bench.prefix --quick            one round of each, about one
+    python -m bench.prefix --quick            one short round of each, about one
+    python -m bench.prefix --rounds 5         more of them
 
 A real cluster, the bundled model, over HTTP. Owns the numbers; the loads stand in `prefix_parts`.
 More flags are those of `baton up`. The last line is JSON.
@@ -80,11 +81,15 @@ def main() -> None:
     """Run, print the table and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of each round")
     options, flags = parser.parse_known_args()
-    rounds, requests = (1, 20) if options.quick else (ROUNDS, REQUESTS)
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:  # noqa: SIM117 - the folder outlives the cluster
-        with running_cluster(Path(folder) / "run", *flags) as cluster:
-            metrics = measure(cluster, rounds, requests)
+    rounds, requests = (1, 20) if options.quick else (options.rounds, options.requests)
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-bench-") as folder,
+        running_cluster(Path(folder) / "run", *flags) as cluster,
+    ):
+        metrics = measure(cluster, rounds, requests)
     print(f"\n{len(os.sched_getaffinity(0))} cores; load {os.getloadavg()[0]:.1f} a minute ago")
     print(f"{rounds} rounds of {requests} requests, {CLIENTS} clients; {CHATS} chats beside it\n")
     print(f"{'questions behind shared prompts':<36}{'shared':>10}{'off':>10}{'goal':>8}")

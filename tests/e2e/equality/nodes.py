@@ -69,7 +69,8 @@ def two_nodes(run_dir: Path) -> Iterator[Processes]:
         own = run_dir / node
         own.mkdir()
         # A short path on a tmpfs of this run's own: the attach socket lies there too.
-        arenas.append(Path("/dev/shm", f"baton-eq-{os.getpid()}-{at[f'kvstore-{node}'][-5:]}"))  # noqa: S108 - made 0700
+        name = f"baton-eq-{os.getpid()}-{at[f'kvstore-{node}'][-5:]}"
+        arenas.append(Path("/dev/shm", name))  # noqa: S108 - made 0700 by the kvstore
         flags[f"kvstore-{node}"] = (
             *(*common, "--node-id", f"equality-{node}", "--block-tokens", str(BLOCK_TOKENS)),
             *("--arena-bytes", str(ARENA_BYTES), "--arena-dir", str(arenas[-1])),
