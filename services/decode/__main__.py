@@ -22,11 +22,17 @@ from baton.worker.chunk_profile import (
     most_chunk_tokens,
     this_machine,
 )
-from baton.worker.claims import OperatorCheck
+from baton.worker.claims_wire import OperatorCheck
 from baton.worker.draining import Draining
 from baton.worker.engine import WorkerParts
 from baton.worker.kernel_choice import KernelWish
-from baton.worker.serving import STARTING_LEASE_S, Background, open_shell, serve_worker
+from baton.worker.serving import (
+    STARTING_LEASE_S,
+    Background,
+    WorkerShell,
+    open_shell,
+    serve_worker,
+)
 from services.decode.config import DecodeConfig
 from services.decode.device import DeviceKeeper, open_device
 from services.decode.joining import Joiner
@@ -50,9 +56,7 @@ async def wire(service: Service, config: DecodeConfig) -> None:
     role, wanted = Role.DECODE, config.chunk_tokens
     pass_tokens = most_chunk_tokens(role.value, profile, wanted)
     shell = await open_shell(service, config, role, pass_tokens=pass_tokens, kernel=kernel)
-    measures = DecodeMeasures(shell.metrics, shell.parts.prefill_rate)
-    for name in STEP_KERNELS:
-        measures.kernel.follow(partial(_is_kernel, shell.parts, name), kernel=name)
+    measures = _measures(shell)
     slots = SlotScheduler(config.active_sequences_max, config.queue_max)
     appends = AppendStream(
         shell.parts.store.open_append,
@@ -112,6 +116,13 @@ async def wire(service: Service, config: DecodeConfig) -> None:
         await service.start("device", Background(service, "device", keeper.run))
     # Started last, so stopped first: sequences are handed back while their streams still stand.
     await service.start("sequences", Background(service, "sequences", runner.run, drain))
+
+
+def _measures(shell: WorkerShell) -> DecodeMeasures:
+    measures = DecodeMeasures(shell.metrics, shell.parts.prefill_rate)
+    for name in STEP_KERNELS:
+        measures.kernel.follow(partial(_is_kernel, shell.parts, name), kernel=name)
+    return measures
 
 
 def _is_kernel(parts: WorkerParts, name: str) -> float:

@@ -20,7 +20,7 @@ from baton.kv.label import require_match
 from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.errors import error_to_proto
 from baton.wire.label import label_from_proto
-from baton.worker.claims import Asked, claim_of
+from baton.worker.claims_wire import Asked, claim_of
 from baton.worker.draining import Draining
 from baton.worker.engine import WorkerParts
 from baton.worker.failures import first_failure

@@ -187,17 +187,8 @@ async def _core(
         sequences_max=config.sequences_max, tenant_sequences_max=config.tenant_sequences_max
     )
     parts.planner.is_below_share = limits.is_below_share
-    measures = GatewayMeasures(metrics)
-    measures.promise(
-        {
-            ServiceClass.INTERACTIVE: config.interactive_slo_s,
-            ServiceClass.BATCH: config.batch_slo_s,
-        }
-    )
+    measures = _measures(config, metrics, parts, hub)
     measures.follow_running(lambda: limits.running, lambda: cleanup.pending)
-    measures.follow_handoffs(parts.handoffs)
-    measures.follow_workers(hub)
-    measures.follow_mismatched(parts.planner)
     if config.vllm_metric_names:
         show_vllm_names(metrics, model.name)
     link = await _redis(service, config, RedisMeasures(metrics))
@@ -206,6 +197,22 @@ async def _core(
     core = GatewayCore(model, parts, hub, admission, measures, service.spawn)
     await service.start("prefixes", core.prefixes)
     return core, streams
+
+
+def _measures(
+    config: GatewayConfig, metrics: Metrics, parts: SequenceParts, hub: WorkerHub
+) -> GatewayMeasures:
+    measures = GatewayMeasures(metrics)
+    measures.promise(
+        {
+            ServiceClass.INTERACTIVE: config.interactive_slo_s,
+            ServiceClass.BATCH: config.batch_slo_s,
+        }
+    )
+    measures.follow_handoffs(parts.handoffs)
+    measures.follow_workers(hub)
+    measures.follow_mismatched(parts.planner)
+    return measures
 
 
 def _connect_to_who_is_heard(service: Service, hub: WorkerHub, channels: ChannelPool) -> None:

@@ -13,7 +13,7 @@ from baton.heartbeat import Load, Role
 from baton.lifecycle import DRAIN_TIMEOUT_S, Service, run_service
 from baton.log import configure_logging
 from baton.tracing import start_tracing
-from baton.worker.claims import OperatorCheck
+from baton.worker.claims_wire import OperatorCheck
 from baton.worker.draining import Draining
 from baton.worker.serving import open_shell, serve_worker
 from baton.worker.startup import PromptDevice

@@ -17,7 +17,7 @@ from baton.text.stream import TokenBytes
 from baton.wire.durations import duration_from_proto, duration_to_proto
 from baton.wire.label import label_from_proto
 from baton.worker.chunker import Chunk
-from baton.worker.claims import Asked, claim_of
+from baton.worker.claims_wire import Asked, claim_of
 from baton.worker.draining import Draining
 from baton.worker.wire_events import exactness_to_proto, token_to_proto, usage_to_proto
 from services.prefill.pipeline import Pipeline, RunOrder, SealedRun

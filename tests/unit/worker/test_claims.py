@@ -18,7 +18,7 @@ from baton.errors import Reason, ServiceError
 from baton.scheduling.claims import PRIORITY_MAX, WEIGHT_MAX, ServiceClass
 from baton.testing.clock import ManualClock
 from baton.wire.service_class import class_from_proto, class_to_proto
-from baton.worker.claims import Asked, claim_of
+from baton.worker.claims_wire import Asked, claim_of
 
 SIGNER = CapabilitySigner(DEV_KEY, ManualClock())
 

@@ -128,8 +128,8 @@ class OperatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CheckOperator(self, request, context):
-        """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability that
-        it was shown is an operator's. Any other is refused as by every call here.
+        """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability it
+        was shown is an operator's. Any other is refused as by every call here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

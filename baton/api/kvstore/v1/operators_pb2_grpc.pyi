@@ -49,8 +49,8 @@ class OperatorServiceStub:
     ReportScrub: _grpc.UnaryUnaryMultiCallable[_operators_pb2.ReportScrubRequest, _operators_pb2.ReportScrubResponse]
     """ReportScrub says what the background check of stored bytes did and found."""
     CheckOperator: _grpc.UnaryUnaryMultiCallable[_operators_pb2.CheckOperatorRequest, _operators_pb2.CheckOperatorResponse]
-    """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability that
-    it was shown is an operator's. Any other is refused as by every call here.
+    """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability it
+    was shown is an operator's. Any other is refused as by every call here.
     """
     ImportLog: _grpc.StreamUnaryMultiCallable[_operators_pb2.ImportLogRequest, _operators_pb2.ImportLogResponse]
     """ImportLog stores consecutive blobs, from position 0 on, as one new log that nobody writes."""
@@ -76,8 +76,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     ReportScrub: _aio.UnaryUnaryMultiCallable[_operators_pb2.ReportScrubRequest, _operators_pb2.ReportScrubResponse]  # type: ignore[assignment]
     """ReportScrub says what the background check of stored bytes did and found."""
     CheckOperator: _aio.UnaryUnaryMultiCallable[_operators_pb2.CheckOperatorRequest, _operators_pb2.CheckOperatorResponse]  # type: ignore[assignment]
-    """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability that
-    it was shown is an operator's. Any other is refused as by every call here.
+    """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability it
+    was shown is an operator's. Any other is refused as by every call here.
     """
     ImportLog: _aio.StreamUnaryMultiCallable[_operators_pb2.ImportLogRequest, _operators_pb2.ImportLogResponse]  # type: ignore[assignment]
     """ImportLog stores consecutive blobs, from position 0 on, as one new log that nobody writes."""
@@ -142,8 +142,8 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _operators_pb2.CheckOperatorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_operators_pb2.CheckOperatorResponse, _abc.Awaitable[_operators_pb2.CheckOperatorResponse]]:
-        """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability that
-        it was shown is an operator's. Any other is refused as by every call here.
+        """CheckOperator says nothing but yes: a worker, which has no key, asks whether the capability it
+        was shown is an operator's. Any other is refused as by every call here.
         """
 
     @_abc_1.abstractmethod
