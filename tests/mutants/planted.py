@@ -456,4 +456,31 @@ TIER_MUTANTS: Final = (
     ),
 )
 
-MUTANTS: Final = (*LOG_MUTANTS, *OWNERSHIP_MUTANTS, *TIER_MUTANTS)
+MERGER: Final = "tests/unit/merger"
+MERGER_MUTANTS: Final = (
+    Mutant(
+        name="histories that do not meet are joined by hand",
+        file="services/merger/quick_wire.py",
+        old="            or history != meets\n",
+        new="",
+        test=f"{MERGER}/test_quick_wire.py"
+        "::test_drawn_messages_are_answered_as_by_the_generated_code",
+    ),
+    Mutant(
+        name="a stale segment is joined",
+        file="baton/kv/splice.py",
+        old="    _check_generations(segments)\n    return joined",
+        new="    return joined",
+        test=f"{MERGER}/test_merger.py::test_segment_of_a_stale_generation_is_refused_naming_it",
+    ),
+    Mutant(
+        name="materialised KV is whatever the log has",
+        file="services/merger/materialise.py",
+        old="        history.extend(ids.token_ids())\n    if",
+        new="        history.extend(ids.token_ids())\n    if False and",
+        test=f"{MERGER}/test_materialise.py"
+        "::test_log_of_other_tokens_than_the_manifest_says_is_refused",
+    ),
+)
+
+MUTANTS: Final = (*LOG_MUTANTS, *OWNERSHIP_MUTANTS, *TIER_MUTANTS, *MERGER_MUTANTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,24 @@ async def test_stale_segment_of_a_proposal_is_refused_by_open_naming_it(
     fresh = await spliced(merger, segment(site, one, 0, JOINT), segment(site, taken, JOINT, 40))
     again = site.open_request(worker, one.tokens[:TOKENS], manifest=fresh)
     assert (await site.stub.Open(again)).cached_tokens == 40
+
+
+async def test_segment_that_is_ahead_of_its_log_or_not_sealed_is_refused_naming_it(
+    site: Site, merger: Stub
+) -> None:
+    """What an unsealed log has serves nobody; a number that nobody gave is no older one."""
+    worker, one, _two = await two_logs(site, 132)
+    ahead = replace(segment(site, one, 0, JOINT), generation=one.generation + 1)
+    unsealed = await site.open(worker, one.tokens[:TOKENS], cache_mode=common_pb2.CACHE_MODE_OFF)
+    await worker.commit(unsealed, TOKENS)
+    for named, part in (("generation", ahead), ("log_id", segment(site, unsealed, 0, JOINT))):
+        manifest = await spliced(merger, part)
+        request = site.open_request(worker, one.tokens[:TOKENS], manifest=manifest)
+        with pytest.raises(ServiceError) as refused:
+            await site.stub.Open(request)
+        assert refused.value.reason is Reason.INVALID_REQUEST
+        assert refused.value.field == f"segments[0].{named}"
+    await worker.seal(unsealed, 5)
 
 
 async def test_proposal_is_taken_by_pointer_where_pages_allow_and_comes_whole_as_blobs(
