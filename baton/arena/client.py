@@ -63,11 +63,21 @@ class AttachedArena:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenLog:
-    """A log this worker became the writer of."""
+    """A log this worker became the writer of; `view` None: it was not told of, and is replayed."""
 
     generation: int
     position: int
     pages: tuple[GrantedPage, ...]
+    view: LogView | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The KV of positions [first, end): the rows that they touch."""
+
+    first: int
+    end: int
+    rows: tuple[PageRow, ...]
 
 
 class ArenaClient:
@@ -222,8 +232,12 @@ class KVStoreClient:
         *,
         first_token: SampledToken | None,
         finish_reason: str | None,
+        last: Checkpoint | None = None,
     ) -> int:
-        """End prefill with the first token (None: KV only); returns the log's position."""
+        """End prefill with the first token (None: KV only); returns the log's position.
+
+        `last`: the last chunk, where it is not committed yet.
+        """
         request = kvstore_pb2.SealRequest(
             log_id=log.log_id,
             generation=log.generation,
@@ -231,6 +245,10 @@ class KVStoreClient:
             capability=capability,
             finish_reason=finish_to_proto(finish_reason),
         )
+        if last is not None:
+            request.last_checkpoint.from_position = last.first
+            request.last_checkpoint.to_position = last.end
+            request.last_checkpoint.pages.extend(wire.row_to_proto(row) for row in last.rows)
         if first_token is not None:
             request.first_token_id = first_token.token_id
             logprob = wire.logprob_to_proto(first_token)
@@ -247,10 +265,12 @@ class KVStoreClient:
         pages: int,
         request_id: str,
         compute_tokens_per_s: float = 0.0,
+        block_tokens: int | None = None,
     ) -> TakenLog:
         """Become the log's writer under a new generation; STALE_GENERATION if another is newer.
 
         `compute_tokens_per_s`: how fast missing KV would be computed here; 0: not known.
+        `block_tokens`: of the arena's pages, for an answer with the log's view.
         """
         answer = await self._stub.Take(
             kvstore_pb2.TakeRequest(
@@ -261,13 +281,19 @@ class KVStoreClient:
                 pages=pages,
                 request_id=request_id,
                 compute_tokens_per_s=compute_tokens_per_s,
+                with_log=block_tokens is not None,
             ),
             timeout=CALL_TIMEOUT_S,
         )
+        view = None
+        if block_tokens is not None and answer.log:
+            pieces = [wire.piece_from_proto(piece, block_tokens) for piece in answer.log]
+            view = fold_replay(pieces, block_tokens)
         return TakenLog(
             generation=answer.generation,
             position=answer.position,
             pages=wire.grants_from_proto(answer.pages),
+            view=view,
         )
 
     async def park(

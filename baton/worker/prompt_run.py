@@ -20,6 +20,7 @@ from itertools import count
 from typing import Final
 
 from baton.arena.checksums import chunk_pages, commit_rows
+from baton.arena.client import Checkpoint
 from baton.arena.page_table import PageTable
 from baton.arena.replay import HeldLog, LogView, PageRow
 from baton.engine.prompt_chunk import PromptChunk
@@ -44,7 +45,8 @@ _CANCELLED = ServiceError(Reason.CANCELLED, "the request was cancelled while its
 
 @dataclass(slots=True)
 class RunTimes:
-    """Seconds this run spent waiting for turns, computing, packing and committing, and sealing.
+    """Seconds this run spent waiting for turns, computing, packing and committing, and sealing,
+    which commits the last chunk where it was left to it.
 
     Packing runs beside the next chunk's computation: `pack_wait_s` is what the run waited for it.
     """
@@ -97,6 +99,7 @@ class PromptRun:
         self._stopped_by = _CANCELLED
         self._chunks: list[tuple[ChunkPage, ...]] = []
         self._owner = next(_OWNERS)
+        self._left: tuple[Chunk, Checkpoint] | None = None
         self.log = HeldLog(log_id=view.head.log_id, generation=view.head.generation)
         self.table = PageTable.of_view(view, parts.geometry.block_tokens)
         self.times = RunTimes()
@@ -126,16 +129,18 @@ class PromptRun:
         async def keep(logits: Logits) -> None:
             found.append(logits)
 
-        await self.compute_then(turns, keep)
+        computer = self._computer(turns)
+        if not await self._compute(computer, keep):
+            await keep(await self._logits_again(computer))
         return found[0]
 
-    async def compute_then(self, turns: ChunkTurns | ChunkComputer, on_logits: OnLogits) -> None:
-        """As `compute`; the logits go to `on_logits`, beside which the last chunk is committed."""
+    async def compute_to_seal(self, turns: ChunkTurns | ChunkComputer, on_logits: OnLogits) -> None:
+        """As `compute`; the logits go to `on_logits`, beside which the last chunk is packed. It is
+        committed by `seal`, which has to follow: one call to the store instead of two.
+        """
         computer = self._computer(turns)
-        if not await self._compute(computer, on_logits):
-            logits = await self._chunk_computed(computer, self._last_again())
-            assert logits is not None
-            await on_logits(logits)
+        if not await self._compute(computer, on_logits, leaves_last=True):
+            await on_logits(await self._logits_again(computer))
 
     async def choose(self, state: OutputState, logits: Logits) -> OutputToken:
         """Sample the first token in the compute thread."""
@@ -148,6 +153,9 @@ class PromptRun:
     async def seal(self, first: OutputToken | None) -> int:
         """Seal the log with its first token (None: KV only); returns the log's position."""
         started_s = time.monotonic()
+        left, self._left = self._left, None
+        if left is not None:
+            await faults.reach("prefill.before_commit")
         with span(SEAL):
             digest = chunk_list_digest(self._parts.label.kv_digest(), self._chunks)
             position = await self._parts.store.seal(
@@ -156,15 +164,27 @@ class PromptRun:
                 self._terms.capability,
                 first_token=None if first is None else first.sampled,
                 finish_reason=None if first is None else first.finish_reason,
+                last=None if left is None else left[1],
             )
+        if left is not None:
+            await self._terms.on_commit(left[0])
         self.times.seal_s += time.monotonic() - started_s
         return position
 
     def _computer(self, turns: ChunkTurns | ChunkComputer) -> ChunkComputer:
         return turns if isinstance(turns, ChunkComputer) else OneByOne(self._lane, turns)
 
-    async def _compute(self, computer: ChunkComputer, on_logits: OnLogits | None) -> bool:
-        """Whether there was anything to compute; `on_logits` None: nobody wants logits."""
+    async def _compute(
+        self,
+        computer: ChunkComputer,
+        on_logits: OnLogits | None,
+        *,
+        leaves_last: bool = False,
+    ) -> bool:
+        """Whether there was anything to compute; `on_logits` None: nobody wants logits.
+
+        `leaves_last`: the last chunk is packed and kept for the seal.
+        """
         await self._require_pages()
         chunks = await self._planned(self._view.head.committed_position)
         logits: Logits | None = None
@@ -176,7 +196,10 @@ class PromptRun:
                     logits = await self._chunk_computed(computer, work)
                     await faults.reach("prefill.after_compute")
                     await self._committed(committing)
-                    committing = group.create_task(self._commit(chunk))
+                    is_left = leaves_last and chunk.is_last
+                    committing = group.create_task(
+                        self._keep(chunk) if is_left else self._commit(chunk)
+                    )
                 if logits is not None and on_logits is not None:
                     await on_logits(logits)
                 await self._committed(committing)
@@ -186,6 +209,11 @@ class PromptRun:
             # Waits for a copy at most, and only where a chunk was not committed.
             self._parts.stages.forget(self._owner)
         return logits is not None
+
+    async def _logits_again(self, computer: ChunkComputer) -> Logits:
+        logits = await self._chunk_computed(computer, self._last_again())
+        assert logits is not None
+        return logits
 
     async def _planned(self, first: int) -> Iterable[Chunk]:
         """The chunks of what is missing. Reading a long prompt's text takes a while: not here."""
@@ -301,6 +329,15 @@ class PromptRun:
         self._chunks.append(chunk_pages(rows, chunk.first, self._parts.geometry.block_tokens))
         self.times.pack_s += time.monotonic() - started_s
         await self._terms.on_commit(chunk)
+
+    async def _keep(self, chunk: Chunk) -> None:
+        """Pack the last chunk for the seal."""
+        started_s = time.monotonic()
+        with span(KV_PACK, first=chunk.first, tokens=chunk.tokens):
+            rows = await self._parts.packing.run(lambda: self._packed(chunk))
+        self._chunks.append(chunk_pages(rows, chunk.first, self._parts.geometry.block_tokens))
+        self._left = (chunk, Checkpoint(first=chunk.first, end=chunk.end, rows=rows))
+        self.times.pack_s += time.monotonic() - started_s
 
     def _packed(self, chunk: Chunk) -> tuple[PageRow, ...]:
         """The checksums of a chunk's pages, once its KV is there; a data fault damages the last

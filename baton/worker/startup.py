@@ -316,6 +316,6 @@ def _check_golden(transformer: Transformer, reference: GoldenReference) -> Golde
 def _hint(error: ServiceError) -> str | None:
     if error.reason in (Reason.COMPAT_MISMATCH, Reason.TOKENIZER_MISMATCH):
         return "give kvstore and workers the same --model and --dtype"
-    if error.reason is Reason.UNSUPPORTED and error.metadata.get("field") == "device":
+    if error.reason is Reason.UNSUPPORTED and error.field == "device":
         return "compute on --device cpu, or install a build of torch for this machine's device"
     return None

@@ -143,7 +143,7 @@ class Joiner:
         stages: dict[str, float] = {}
         try:
             with span(KV_TRANSFER):
-                taken = await self._take(order)
+                taken = await self._take(order, with_log=True)
         except ServiceError as error:
             if error.metadata.get("phase") not in _ENDED_PHASES:
                 raise
@@ -154,7 +154,7 @@ class Joiner:
         self._parts.held.add(log, holder.on_lost, holder.on_store_lost)
         try:
             with span(KV_UNPACK):
-                view = await self._replay(order, log)
+                view = taken.view or await self._replay(order, log)
                 await faults.reach("decode.mid_fetch")
                 self._check_sealed(view)
                 if view.head.finish_reason is not None:
@@ -166,7 +166,7 @@ class Joiner:
             self._parts.held.discard(log)
             raise
 
-    async def _take(self, order: StartOrder) -> TakenLog:
+    async def _take(self, order: StartOrder, *, with_log: bool = False) -> TakenLog:
         return await self._parts.store.take(
             order.log,
             order.capability,
@@ -177,6 +177,7 @@ class Joiner:
                 f"-{order.log.generation}-{order.next_index}"
             ),
             compute_tokens_per_s=self._measures.compute_rate,
+            block_tokens=self._parts.geometry.block_tokens if with_log else None,
         )
 
     async def _prefilled(self, order: StartOrder, holder: Holder) -> Joined:

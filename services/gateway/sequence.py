@@ -180,11 +180,11 @@ class Sequence:
             raise ServiceError(Reason.INTERNAL, "the prefill worker sealed without a first token")
         if sealed.first.finish is not None:
             self._progress.usage = sealed.usage
-        await self._deliver(leg, sealed.first)
         if sealed.first.finish is not None:
+            await self._deliver(leg, sealed.first)
             await self._complete(leg, sealed.first.finish)
             return
-        await self._decode(leg, next_index=1)
+        await self._decode(leg, next_index=1, first=sealed.first)
 
     async def _prefilled(self, leg: Leg) -> Sealed:
         """The prefill's end; WORKER_LOST as soon as its worker is silent."""
@@ -197,12 +197,15 @@ class Sequence:
 
     # --- decode ------------------------------------------------------------------------------
 
-    async def _decode(self, leg: Leg, next_index: int) -> None:
-        """Tokens from `next_index` to the last, over lost workers."""
+    async def _decode(self, leg: Leg, next_index: int, first: TokenDelta | None = None) -> None:
+        """Tokens from `next_index` to the last, over lost workers. `first` is the one before it,
+        which is sent as soon as the worker was told to go on.
+        """
         while True:
             if self._mover.is_needed(leg):
+                await self._deliver_first(leg, first)
                 await self._bring(leg)
-            loss = await self._attached_stretch(leg, next_index)
+            loss = await self._attached_stretch(leg, next_index, first)
             if loss is None:
                 return
             # Before the seal there is nothing to go on from: the next attempt starts over.
@@ -231,39 +234,48 @@ class Sequence:
         progress.move_s += brought.seconds
         progress.moved_bytes += brought.transfer_bytes
 
-    async def _attached_stretch(self, leg: Leg, next_index: int) -> Loss | None:
+    async def _attached_stretch(
+        self, leg: Leg, next_index: int, first: TokenDelta | None
+    ) -> Loss | None:
         """Tokens from one worker over cut connections: before another takes the log, the worker is
         asked whether it still runs the sequence. One that is dead refuses at once.
         """
         cut: Loss | None = None
         while True:
             had = self._progress.delivered
-            loss = await self._stretch(leg, next_index)
+            loss = await self._stretch(leg, next_index, first)
             if loss is None or not loss.is_cut:
                 return loss
             if cut is not None and self._progress.delivered == had:
                 return cut
             cut, next_index = loss, self._progress.delivered
 
-    async def _stretch(self, leg: Leg, next_index: int) -> Loss | None:
+    async def _stretch(self, leg: Leg, next_index: int, first: TokenDelta | None) -> Loss | None:
         """Tokens from one worker: None after the last one, or how it was lost."""
         began_s = self._parts.clock.monotonic_s()
         handed = self._parts.handoffs.begun() if leg.is_sealed else nullcontext(HandOff())
         with span("decode", worker=leg.plan.decode.worker_id), handed as handoff:
-            return await self._started_stretch(leg, next_index, handoff, began_s)
+            return await self._started_stretch(leg, next_index, first, (handoff, began_s))
 
     async def _started_stretch(
-        self, leg: Leg, next_index: int, handoff: HandOff, began_s: float
+        self,
+        leg: Leg,
+        next_index: int,
+        first: TokenDelta | None,
+        begun: tuple[HandOff, float],
     ) -> Loss | None:
+        handoff, began_s = begun
         try:
             stream = self._parts.streams.to(leg.plan.decode)
             inbox = stream.start(self._start(leg, next_index))
         except ServiceError as error:
+            await self._deliver_first(leg, first)
             if error.reason not in RESUMABLE:
                 raise
             return Loss(error=error, since_s=began_s, lost_s=began_s)
         leg.is_running, leg.is_reserved = True, False
         try:
+            await self._deliver_first(leg, first)
             loss = await self._consume(leg, inbox, began_s, handoff)
         finally:
             if not inbox.is_closed:
@@ -355,6 +367,10 @@ class Sequence:
         self._timeline.prefilled(began_s, started.stage_seconds, started.total_s)
 
     # --- delivering --------------------------------------------------------------------------
+
+    async def _deliver_first(self, leg: Leg, first: TokenDelta | None) -> None:
+        if first is not None:
+            await self._deliver(leg, first)
 
     async def _deliver(self, leg: Leg, delta: TokenDelta) -> None:
         """Send one token on, if it is the next; one that was sent before is dropped."""

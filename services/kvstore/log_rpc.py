@@ -6,7 +6,7 @@ Owns the path of each call: capability, core, records and page work, answer. Nev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -42,6 +42,8 @@ from services.kvstore.writes import SealEnd
 
 HASH_BYTES = 32
 PAGES_PER_CALL_MAX = 65_536
+LOG_WITH_TAKE_TOKENS_MAX = 65_536
+"""A longer log does not come with its Take: one message holds so much."""
 
 _Answer = TypeVar("_Answer", bound=Message)
 
@@ -326,7 +328,13 @@ class LogCalls:
         claims = self._access.writer(request.capability, Right.SEAL, log_id, request.generation)
         call = self._answers.call(kvstore_pb2.SealResponse, claims.tenant, log_id, request)
         kept = call.known()
+        has_checkpoint = request.HasField("last_checkpoint")
+        if has_checkpoint:
+            self._access.writer(request.capability, Right.WRITE, log_id, request.generation)
+            await faults.reach("kv.before_commit")
         if kept is None:
+            if has_checkpoint:
+                self._commit_last(log_id, request)
             has_token = request.HasField("first_token_id")
             has_logprob = request.HasField("logprob")
             end = SealEnd(
@@ -345,19 +353,59 @@ class LogCalls:
                 position=log.position, ack_level=wire.ack_level_to_proto(log.ack_level)
             )
             kept = call.keep(answer, log.ack_level)
-        return await self._answered(kept)
+        answer = await self._answered(kept)
+        if has_checkpoint:
+            await faults.reach("kv.after_commit")
+        return answer
+
+    def _commit_last(self, log_id: bytes, request: kvstore_pb2.SealRequest) -> None:
+        """The chunk that comes with a seal; one that is there already, with a repeated seal, is not
+        looked at again.
+        """
+        last = request.last_checkpoint
+        if self._core.current(log_id, request.generation).committed >= last.to_position:
+            return
+        self._store.writes.checkpoint(
+            log_id,
+            request.generation,
+            (last.from_position, last.to_position),
+            [wire.row_of(entry, self._core.block_tokens) for entry in last.pages],
+            self._runtime.clock.monotonic_s(),
+        )
 
     async def take(self, request: kvstore_pb2.TakeRequest) -> kvstore_pb2.TakeResponse:
         """Take."""
         log_id = wire.require_log_id(request.log_id)
         claims = self._access.any_of(request.capability, (Right.TAKE,), log_id=log_id)
+        if request.with_log:
+            self._access.log(request.capability, (Right.READ, Right.WRITE), log_id)
         call = self._answers.call(kvstore_pb2.TakeResponse, claims.tenant, log_id, request)
         kept = call.known()
         if kept is None:
             await self._load_for_take(request, claims)
             # A repetition may have overtaken the wait.
             kept = call.known() or call.keep(*self._take(request, claims))
-        return await self._answered(kept)
+        answer = await self._answered(kept)
+        return await self._with_log(log_id, answer) if request.with_log else answer
+
+    async def _with_log(
+        self, log_id: bytes, taken: kvstore_pb2.TakeResponse
+    ) -> kvstore_pb2.TakeResponse:
+        """The answer and the log as it is now. What is kept for repetitions is without it."""
+        log = self._core.logs.get(log_id)
+        if log is not None:
+            await self._runtime.readable(log_id, _pages(log))
+            log = self._core.logs.get(log_id)
+        if (
+            log is None
+            or log.generation != taken.generation
+            or log.position > LOG_WITH_TAKE_TOKENS_MAX
+        ):
+            return taken
+        answer = kvstore_pb2.TakeResponse()
+        answer.CopyFrom(taken)
+        answer.log.extend(wire.replay_to_proto(log, 0, self._runtime.writer.newest_lsn))
+        return answer
 
     async def _load_for_take(self, request: kvstore_pb2.TakeRequest, claims: Claims) -> None:
         """The log's KV is in the host as far as that is worth it."""
@@ -412,18 +460,10 @@ class LogCalls:
         # What is told must not be lost by a crash right after, nor name a page still being filled.
         await self._runtime.readable(log_id, _pages(log))
         log = self._access.log(request.capability, (Right.READ, Right.WRITE), log_id)
-        return list(self._pieces(log, request.from_position))
-
-    def _pieces(self, log: LogState, from_position: int) -> Iterator[kvstore_pb2.ReplayLogResponse]:
-        if from_position > log.position:
+        if request.from_position > log.position:
             raise invalid("from_position", f"the log has {log.position} tokens")
-        yield kvstore_pb2.ReplayLogResponse(head=wire.head_to_proto(log))
-        for run in wire.token_runs(log.tokens, from_position):
-            yield kvstore_pb2.ReplayLogResponse(tokens=run)
-        for pages in wire.page_runs(log.rows):
-            yield kvstore_pb2.ReplayLogResponse(pages=pages)
-        end = kvstore_pb2.ReplayEnd(lsn=self._runtime.writer.newest_lsn)
-        yield kvstore_pb2.ReplayLogResponse(end=end)
+        newest_lsn = self._runtime.writer.newest_lsn
+        return list(wire.replay_to_proto(log, request.from_position, newest_lsn))
 
     def describe(self, request: kvstore_pb2.DescribeLogRequest) -> kvstore_pb2.DescribeLogResponse:
         """DescribeLog."""

@@ -216,6 +216,18 @@ def page_runs(rows: Sequence[PageRow]) -> Iterator[kvstore_pb2.PageRun]:
         yield kvstore_pb2.PageRun(first_index=start, pages=[row_to_proto(row) for row in part])
 
 
+def replay_to_proto(
+    log: LogState, from_position: int, newest_lsn: int
+) -> Iterator[kvstore_pb2.ReplayLogResponse]:
+    """A log as ReplayLog tells it, with tokens from a position on."""
+    yield kvstore_pb2.ReplayLogResponse(head=head_to_proto(log))
+    for run in token_runs(log.tokens, from_position):
+        yield kvstore_pb2.ReplayLogResponse(tokens=run)
+    for pages in page_runs(log.rows):
+        yield kvstore_pb2.ReplayLogResponse(pages=pages)
+    yield kvstore_pb2.ReplayLogResponse(end=kvstore_pb2.ReplayEnd(lsn=newest_lsn))
+
+
 def arena_to_proto(arena: Arena) -> kvstore_pb2.ArenaInfo:
     """The arena's shape."""
     return kvstore_pb2.ArenaInfo(

@@ -219,7 +219,7 @@ class Pipeline:
                 faults.flip("prefill.logits", logits.data)
                 first = await run.choose(state, logits)
 
-            await run.compute_then(turns, choose)
+            await run.compute_to_seal(turns, choose)
         await faults.reach("prefill.before_send")
         await run.seal(first)
         await faults.reach("prefill.after_seal")

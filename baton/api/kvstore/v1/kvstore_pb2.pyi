@@ -499,6 +499,7 @@ class SealRequest(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LAST_CHECKPOINT_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     generation: _builtins.int
@@ -517,6 +518,12 @@ class SealRequest(_message.Message):
     def logprob(self) -> _common_pb2.TokenLogprob:
         """Its log probability, when asked for."""
 
+    @_builtins.property
+    def last_checkpoint(self) -> Global___CheckpointRange:
+        """The last chunk, committed first in the same call; needs the right to write, too. Absent: all
+        chunks are committed.
+        """
+
     def __init__(
         self,
         *,
@@ -528,16 +535,49 @@ class SealRequest(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         capability: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        last_checkpoint: Global___CheckpointRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "logprob", b"logprob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "last_checkpoint", b"last_checkpoint", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "capability", b"capability", "chunk_list_digest", b"chunk_list_digest", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "generation", b"generation", "log_id", b"log_id", "logprob", b"logprob", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "capability", b"capability", "chunk_list_digest", b"chunk_list_digest", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "generation", b"generation", "last_checkpoint", b"last_checkpoint", "log_id", b"log_id", "logprob", b"logprob", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_id: _TypeAlias = _typing.Literal["first_token_id"]  # noqa: Y015
     _WhichOneofArgType__first_token_id: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_id) -> _WhichOneofReturnType__first_token_id | None: ...
 
 Global___SealRequest: _TypeAlias = SealRequest  # noqa: Y015
+
+@_typing.final
+class CheckpointRange(_message.Message):
+    """CheckpointRange is what CommitCheckpoint would record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_POSITION_FIELD_NUMBER: _builtins.int
+    TO_POSITION_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    from_position: _builtins.int
+    """First position of the range; the end of what was committed before."""
+    to_position: _builtins.int
+    """Position after the range."""
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PageEntry]:
+        """The pages that hold the range, in position order; a partial first page is listed again."""
+
+    def __init__(
+        self,
+        *,
+        from_position: _builtins.int = ...,
+        to_position: _builtins.int = ...,
+        pages: _abc.Iterable[_common_pb2.PageEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_position", b"from_position", "pages", b"pages", "to_position", b"to_position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointRange: _TypeAlias = CheckpointRange  # noqa: Y015
 
 @_typing.final
 class SealResponse(_message.Message):
@@ -578,6 +618,7 @@ class TakeRequest(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     COMPUTE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    WITH_LOG_FIELD_NUMBER: _builtins.int
     log_id: _builtins.bytes
     """The log, 16 bytes."""
     generation: _builtins.int
@@ -592,6 +633,8 @@ class TakeRequest(_message.Message):
     """Makes a retry harmless."""
     compute_tokens_per_s: _builtins.float
     """As in OpenRequest."""
+    with_log: _builtins.bool
+    """Answer with the log, which saves a ReplayLog; needs a right to read or to write, too."""
     def __init__(
         self,
         *,
@@ -602,10 +645,11 @@ class TakeRequest(_message.Message):
         pages: _builtins.int = ...,
         request_id: _builtins.str = ...,
         compute_tokens_per_s: _builtins.float = ...,
+        with_log: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "compute_tokens_per_s", b"compute_tokens_per_s", "generation", b"generation", "log_id", b"log_id", "pages", b"pages", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "compute_tokens_per_s", b"compute_tokens_per_s", "generation", b"generation", "log_id", b"log_id", "pages", b"pages", "request_id", b"request_id", "with_log", b"with_log", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -621,6 +665,7 @@ class TakeResponse(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The new generation; every older writer is fenced."""
     position: _builtins.int
@@ -633,6 +678,12 @@ class TakeResponse(_message.Message):
     def lease(self) -> _duration_pb2.Duration:
         """Time without progress after which the log is fenced."""
 
+    @_builtins.property
+    def log(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplayLogResponse]:
+        """What ReplayLog tells of the log under the new generation, when that was asked for; empty where
+        it is too long for one message, or another owner came already.
+        """
+
     def __init__(
         self,
         *,
@@ -640,10 +691,11 @@ class TakeResponse(_message.Message):
         position: _builtins.int = ...,
         pages: _abc.Iterable[Global___GrantedPage] | None = ...,
         lease: _duration_pb2.Duration | None = ...,
+        log: _abc.Iterable[Global___ReplayLogResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lease", b"lease", "pages", b"pages", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lease", b"lease", "log", b"log", "pages", b"pages", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
