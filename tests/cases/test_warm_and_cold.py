@@ -2,8 +2,8 @@
 
 In float32 the tokens are the same and log probabilities differ by less than `FLOAT32_BOUND`; in
 the class that is served by default they may part where the two likeliest tokens are as good as
-tied, and differ by less than `DEFAULT_BOUND` before. Both bounds are alarms: they stand a little
-above what was measured.
+tied, and differ by less than `DEFAULT_BOUND` before. Both bounds are alarms: the largest measured
+were 1.2e-5 and 0.03.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 LENGTHS: Final = (17, 64, 300, 1000)
 TOKENS: Final = 16
-FLOAT32_BOUND: Final = 1e-3
-DEFAULT_BOUND: Final = 0.15
+FLOAT32_BOUND: Final = 1e-4
+DEFAULT_BOUND: Final = 0.1
 NEAR_TIE: Final = 0.1
 """In the default class: how close the two likeliest tokens are where an answer may part."""
 
