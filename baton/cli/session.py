@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from baton.cli.prefix import listed
 
 PATH = "/v1/sessions"
 COLUMNS = ("id", "generation", "tokens", "parent", "created", "expires")
+TIMES = ("created", "expires")
 
 app = typer.Typer(no_args_is_help=True, help="List, show, edit, fork and delete sessions.")
 
@@ -51,8 +53,14 @@ def list_sessions(
         return
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for entry in entries:
-        table.add_row(*(str(entry.get(name) or "") for name in COLUMNS))
+        table.add_row(*(_cell(name, entry.get(name)) for name in COLUMNS))
     output().print(table)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name in TIMES and isinstance(value, int):
+        return datetime.fromtimestamp(value, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return "" if value is None else str(value)
 
 
 @app.command()
@@ -117,14 +125,14 @@ def _parents(lineage: list[dict[str, Any]]) -> list[int]:
 
 
 def _log_line(log: dict[str, Any]) -> str:
-    """What a log is, where it left its parent, which answer it holds and who names it."""
+    """What a log is, where it left its parent, the id to go on from it, and who names it."""
     if log["gone"]:
         return f"{log['log_id']}  gone"
     parts = [log["log_id"], f"{log['tokens']} tokens"]
     if log["parent_log_id"]:
         parts.append(f"from {log['parent_position']}")
     if log["request_id"]:
-        parts.append(f"answer {log['request_id']}")
+        parts.append(f"id {log['request_id']}")
     parts += [f"<- {name}" for name in log["sessions"]]
     return "  ".join(parts)
 

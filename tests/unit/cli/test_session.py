@@ -43,7 +43,7 @@ def log(name: str, depth: int, parent: str | None = None, **fields: Any) -> dict
 
 
 def test_show_draws_the_tree(run: Run, gateway: FakeGateway) -> None:
-    """Branches, where each left its parent, whose answer it is, which sessions name it."""
+    """Branches, where each left its parent, its id, which sessions name it."""
     lineage = [
         log("r", 0, gone=True),
         log("a", 1, "r", request_id="req1"),
@@ -61,7 +61,7 @@ def test_show_draws_the_tree(run: Run, gateway: FakeGateway) -> None:
         "user: Wo ist 巴黎? [b]x[/b]",
         "",
         "r  gone",
-        "├─ a  46 tokens  from 7  answer req1",
+        "├─ a  46 tokens  from 7  id req1",
         "│  ├─ b  46 tokens  from 7",
         "│  │  c  46 tokens  from 7  <- sess-a  <- sess-b",
         "│  └─ d  46 tokens  from 7",
@@ -73,8 +73,10 @@ def test_list_shows_a_table_or_says_how_to_make_one(run: Run, gateway: FakeGatew
     """Never an empty screen."""
     gateway.answer("GET /v1/sessions", {"object": "list", "data": [ENTRY]})
     ran = run("session", "ls", "--url", gateway.url)
-    assert "sess-a" in ran.out
-    assert "46" in ran.out
+    head, row = ran.out.splitlines()
+    assert head.split() == ["id", "generation", "tokens", "parent", "created", "expires"]
+    assert row.split()[:3] == ["sess-a", "3", "46"]
+    assert row.split()[-4].count("-") == 2
     gateway.answer("GET /v1/sessions", {"object": "list", "data": []})
     assert "POST /v1/sessions" in run("session", "ls", "--url", gateway.url).out
 
