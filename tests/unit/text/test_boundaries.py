@@ -235,6 +235,14 @@ def test_scripts_without_spaces_are_cut_between_characters(text: str) -> None:
     assert all(62 <= len(chunk) <= 66 for chunk in chunks[:-2])
 
 
+def test_words_stay_whole_where_nothing_pauses() -> None:
+    """A list of words without a mark or a line break: the nearest space."""
+    text = "considerable distances between measurements " * 40
+    chunks = chunks_of(text, 40, size=1)
+    assert all(" " in (chunk[-1], after[0]) for chunk, after in pairwise(chunks))
+    assert all(30 <= len(chunk) <= 50 for chunk in chunks[:-1])
+
+
 def test_paragraphs_come_before_sentences() -> None:
     """A blank line a little further away is the better place."""
     text = ("One two three. " * 3 + "Four five six.\n\n") * 12
