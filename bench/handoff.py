@@ -41,9 +41,11 @@ from baton.stages import (
 from baton.testing.cluster import running_cluster
 from baton.tracing_tree import TreeSpan, spans_of
 
+HAND_OFF: Final = "handoff"
 PROMPT_TOKENS: Final = 1000
 ANSWER_TOKENS: Final = 24
 TIMEOUT_S: Final = 120.0
+TRACE_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,10 @@ class Answer:
     usual_gap_ms: float
 
 
-def ask(client: httpx.Client, model: str, seed: int) -> Answer:
-    """Stream one answer to a prompt that no other begins with, and read its trace."""
+def ask(client: httpx.Client, model: str, seed: int) -> Answer | None:
+    """Stream one answer to a prompt that no other begins with, and read its trace; None where the
+    answer fell back to local prefill, so that nothing was handed off.
+    """
     order = random.Random(seed)
     body = {
         "model": model,
@@ -79,10 +83,13 @@ def ask(client: httpx.Client, model: str, seed: int) -> Answer:
                 if event.get("choices"):
                     times_s.append(time.perf_counter())
     gaps_ms = np.diff(times_s) * 1e3
-    trace = client.get(f"/debug/traces/{trace_id}").raise_for_status().json()
+    trace = read_trace(client, trace_id)
     if len({process["clock"] for process in trace["processes"]}) != 1:
         raise SystemExit("bench: the processes have different clocks; run all of them on one host")
-    moments_s = moments(spans_of(trace))
+    spans = spans_of(trace)
+    if not any(span.name == HAND_OFF for span in spans):
+        return None
+    moments_s = moments(spans)
     names, at_s = list(moments_s), list(moments_s.values())
     parts = zip(names[1:], pairwise(at_s), strict=True)
     return Answer(
@@ -94,6 +101,18 @@ def ask(client: httpx.Client, model: str, seed: int) -> Answer:
     )
 
 
+def read_trace(client: httpx.Client, trace_id: str) -> dict[str, Any]:
+    """A trace that is whole: its request's own span ends behind the last event of the answer."""
+    deadline_s = time.monotonic() + TRACE_TIMEOUT_S
+    while True:
+        answer = client.get(f"/debug/traces/{trace_id}")
+        if answer.is_success:
+            found: dict[str, Any] = answer.json()
+            return found
+        if time.monotonic() > deadline_s:
+            answer.raise_for_status()
+
+
 def moments(spans: Sequence[TreeSpan]) -> dict[str, float]:
     """When each part of a hand-off was over, in their order, in seconds on the trace's clock."""
     last = {span.name: span for span in spans}
@@ -101,12 +120,12 @@ def moments(spans: Sequence[TreeSpan]) -> dict[str, float]:
     ready = last[DECODE_QUEUE_WAIT]
     return {
         "computed": computed_s,
-        "last commit": max(span.end_s for span in spans if span.name == KV_PACK),
-        "seal": last[SEAL].end_s,
-        "to gateway": last["handoff"].start_s,
+        "pack": max(span.end_s for span in spans if span.name == KV_PACK),
+        "commit and seal": last[SEAL].end_s,
+        "to gateway": last[HAND_OFF].start_s,
         "to decode": last["join"].start_s,
         "take": last[KV_TRANSFER].end_s,
-        "replay": last[KV_UNPACK].end_s,
+        "unpack": last[KV_UNPACK].end_s,
         "decode ready": ready.start_s,
         "first step": ready.end_s,
     }
@@ -145,10 +164,14 @@ def main() -> None:
     ):
         for seed in range(2):
             ask(client, arguments.model, -1 - seed)  # the first ones warm everything
-        answers = [ask(client, arguments.model, seed) for seed in range(arguments.answers)]
+        asked = [ask(client, arguments.model, seed) for seed in range(arguments.answers)]
+    answers = [one for one in asked if one is not None]
+    if not answers:
+        raise SystemExit("bench: no answer was handed off; is the machine overloaded?")
     found = metrics(answers)
     loads = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(f"{len(os.sched_getaffinity(0))} cores; load {loads}; {len(answers)} answers")
+    print(f"{len(os.sched_getaffinity(0))} cores; load {loads}")
+    print(f"{len(answers)} of {len(asked)} answers were handed off")
     for name, number in found.items():
         print(f"{name:28} {number:9.2f}")
     print(json.dumps({"bench": "handoff", "metrics": found}))
