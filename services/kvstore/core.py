@@ -39,10 +39,16 @@ class Journal(Protocol):
     """Where the cores record what they did; each call is one record, in order."""
 
     def opened(
-        self, log: LogState, base: Parent | Manifest | None, *, is_fork: bool = False
+        self,
+        log: LogState,
+        base: Parent | Manifest | None,
+        *,
+        is_fork: bool = False,
+        is_looked_up: bool = False,
     ) -> None:
         """A log began from `base`. With a manifest a snapshot follows; a parent's records stay
         until this log's next snapshot. `is_fork`: sealed from the start, all the parent's.
+        `is_looked_up`: its KV is not the base's; `adopted` states it.
         """
 
     def adopted(self, log: LogState, first: int, end: int) -> None:

@@ -155,7 +155,7 @@ class Store:
         is_looked_up: bool,
     ) -> None:
         journal, block_tokens = self.core.journal, self.core.block_tokens
-        journal.opened(log, base)
+        journal.opened(log, base, is_looked_up=is_looked_up)
         if is_looked_up and not isinstance(base, Manifest):
             # A tail is stated once its CRCs are known: here, or when it is copied (`filled`).
             full = log.rows.known() * block_tokens

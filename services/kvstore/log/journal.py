@@ -79,9 +79,14 @@ class LogJournal:
         self.on_record: Callable[[bytes], None] | None = None
 
     def opened(
-        self, log: LogState, base: Parent | Manifest | None, *, is_fork: bool = False
+        self,
+        log: LogState,
+        base: Parent | Manifest | None,
+        *,
+        is_fork: bool = False,
+        is_looked_up: bool = False,
     ) -> None:
-        """OPEN."""
+        """OPEN. `is_looked_up`: its KV is not the parent's; CHECKPOINT states it."""
         skipped = 0
         if isinstance(base, Parent):
             skipped = base.position
@@ -92,7 +97,9 @@ class LogJournal:
             token_ids=log.tokens[skipped:],
             base=base,
             is_fork=is_fork,
-            cached_tokens=log.cached_tokens if isinstance(base, Parent) else 0,
+            cached_tokens=(
+                log.cached_tokens if isinstance(base, Parent) and not is_looked_up else 0
+            ),
         )
         self._submit(record, log)
 

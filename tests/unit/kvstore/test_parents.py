@@ -68,19 +68,43 @@ def test_a_request_without_the_cache_has_its_parents_kv_only() -> None:
     assert again.log.cached_tokens == 4
 
 
-@pytest.mark.parametrize("evicted_blocks", [0, 1, 2])
-def test_a_restart_gives_back_what_was_found_by_tokens(evicted_blocks: int) -> None:
-    """The record names the parent, and the KV that came from elsewhere."""
+@pytest.mark.parametrize("evicted_blocks", [None, 0, 1, 2])
+@pytest.mark.parametrize("position", [1, 3, BLOCK, BLOCK + 1, len(PROMPT)])
+def test_a_restart_gives_back_what_was_found_by_tokens(
+    evicted_blocks: int | None, position: int
+) -> None:
+    """The record names the parent, and the KV that came from elsewhere; also where that reaches
+    further than the parent did.
+    """
     sink = ListSink()
     store = build_store(sink=sink)
-    parent, _ = kept_log(store, PROMPT), kept_log(store, [*PROMPT, 1, 2, 3])
-    store.home.give_up_kv(store.core.logs[parent.log_id], evicted_blocks)
-    child = begun(store, [*PROMPT, 7, 8], parent, len(PROMPT))
-    assert child.log.cached_tokens == len(PROMPT)
+    parent, other = kept_log(store, PROMPT), kept_log(store, [*PROMPT, 1, 2, 3])
+    if evicted_blocks is not None:
+        store.home.give_up_kv(store.core.logs[parent.log_id], evicted_blocks)
+    child = begun(store, [*PROMPT, 1, 2, 8], parent, position)
+    assert child.log.cached_tokens == len(PROMPT) + 2
+    assert other.log.rows
     child.prefill()
     log = child.log
     back = recovered_from(sink.records, bytes(16)).logs[child.log_id]
     assert list(back.tokens) == list(log.tokens)
     assert back.cached_tokens == log.cached_tokens
     assert back.rows == log.rows
-    assert (back.parent_id, back.parent_position) == (parent.log_id, len(PROMPT))
+    assert (back.parent_id, back.parent_position) == (parent.log_id, position)
+
+
+@pytest.mark.parametrize("tokens", [2, 5, BLOCK - 1])
+def test_a_restart_believes_no_page_of_a_parent_that_was_not_taken(tokens: int) -> None:
+    """A few tokens more than the parent has, in a copy that fills one partial page."""
+    sink = ListSink()
+    store = build_store(sink=sink)
+    parent = kept_log(store, PROMPT[:2])
+    kept_log(store, PROMPT)
+    child = begun(store, [*PROMPT[:tokens], 7, 8], parent, 1)
+    assert child.log.cached_tokens == tokens
+    back = recovered_from(sink.records, bytes(16)).logs[child.log_id]
+    assert back.committed <= tokens
+    assert [row.page for row in back.rows] in ([], [row.page for row in child.log.rows])
+    child.prefill()
+    back = recovered_from(sink.records, bytes(16)).logs[child.log_id]
+    assert back.rows == child.log.rows
