@@ -7,7 +7,6 @@ the load in `tune_load`, the choice in `tune_choice`, the file in `baton.worker.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from rich.table import Table
 from baton import models
 from baton.cli.console import CommandFailed, ExitCode, errors, output
 from baton.cli.tune_choice import Choice, choose
-from baton.cli.tune_cluster import Wanted, Worker, cluster_options, make_texts, measured_curve
+from baton.cli.tune_cluster import Wanted, Worker, make_texts, measured_in_folder
 from baton.cli.up import KV_DTYPES, MODEL_DEFAULT, Dtype, Kernel, ensure_model
 from baton.engine.config import ModelConfig, read_config
 from baton.engine.label import build_label, torch_numeric_class
@@ -189,9 +188,7 @@ def tune(
         progress.print(f"  {point.chunk_tokens} tokens: {point.first_token_ms:.0f} ms")
 
     texts = make_texts(TextBundle.load(models.resolve(flags["model"]).path).tokenizer, wanted)
-    with tempfile.TemporaryDirectory(prefix="baton-tune-") as folder:
-        options = cluster_options(Path(folder), wanted, **flags)
-        curve = measured_curve(options, wanted, texts, told)
+    options, curve = measured_in_folder(wanted, texts, told, flags=flags)
     choice = choose(curve, added_gap_max_ms)
     profile = profile_of(options, wanted, curve, choice)
     role = wanted.role.value

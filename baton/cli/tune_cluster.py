@@ -6,9 +6,12 @@ Owns its options, its life and the order of measurements. The load stands in `tu
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum, unique
 from pathlib import Path
@@ -34,7 +37,14 @@ WORDS_A_TOKEN: Final = 1.2
 """More than any tokenizer's: the text is cut to the tokens that are wanted."""
 CHUNK_FLAG: Final = "--chunk-tokens"
 
+STARTS_MAX: Final = 3
+"""Ports are chosen before they are bound: on a busy machine somebody else may take one."""
+
 OnPoint = Callable[[CurvePoint], None]
+
+
+class PortTaken(CommandFailed):
+    """A port that was free when it was chosen was not when a service came to bind it."""
 
 
 @unique
@@ -137,6 +147,23 @@ def measured_curve(
             remove_arena_dir(options.arena_dir)
 
 
+def measured_in_folder(
+    wanted: Wanted, texts: Texts, on_point: OnPoint, *, flags: Mapping[str, str]
+) -> tuple[ClusterOptions, tuple[CurvePoint, ...]]:
+    """As `measured_curve`, in a folder that is removed again, with other ports where one was taken;
+    with the options of the cluster. `flags`: model, dtype and kernel.
+    """
+    for left in reversed(range(STARTS_MAX)):
+        with tempfile.TemporaryDirectory(prefix="baton-tune-") as folder:
+            options = cluster_options(Path(folder), wanted, **flags)
+            try:
+                return options, measured_curve(options, wanted, texts, on_point)
+            except PortTaken:
+                if not left:
+                    raise
+    raise AssertionError("the last start returns or raises")
+
+
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     for problem in group.exceptions:
         if isinstance(problem, BaseExceptionGroup):
@@ -148,7 +175,8 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 def _failed(problem: BaseException) -> BaseException:
     """What people are told; a fault of ours stays what it is."""
     if isinstance(problem, ClusterFailed):
-        return CommandFailed(str(problem), remedy="`baton doctor` checks the usual causes")
+        kind = PortTaken if os.strerror(errno.EADDRINUSE) in str(problem) else CommandFailed
+        return kind(str(problem), remedy="`baton doctor` checks the usual causes")
     if isinstance(problem, TimeoutError):
         return CommandFailed("the cluster did not answer in time", remedy="try fewer --streams")
     if isinstance(problem, httpx.HTTPError):

@@ -7,13 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli import tune_cluster
 from baton.cli.chunk_setup import with_chunk_profile
 from baton.cli.tune import curve_table, keep, label_fields, parse_sizes, profile_of
 from baton.cli.tune_choice import Choice, Rounds, choose, point_of
-from baton.cli.tune_cluster import Wanted, Worker, cluster_options, make_texts, with_chunk
+from baton.cli.tune_cluster import (
+    STARTS_MAX,
+    PortTaken,
+    Texts,
+    Wanted,
+    Worker,
+    cluster_options,
+    make_texts,
+    measured_in_folder,
+    with_chunk,
+)
 from baton.cli.tune_load import SETTLED_TOKENS, sorted_out
 from baton.kv.layout import KvDtype
-from baton.launcher.plan import ChildSpec
+from baton.launcher.plan import ChildSpec, ClusterOptions
 from baton.testing.tiny_models import write_directory
 from baton.text.bundle import TextBundle
 from baton.worker.chunk_profile import CurvePoint, read_profile, write_profile
@@ -165,6 +176,34 @@ def test_an_unknown_model_is_refused(run: Run) -> None:
 def test_sizes_ascend_and_come_once() -> None:
     """However they were written."""
     assert parse_sizes("256, 64,64") == (64, 256)
+
+
+@pytest.mark.parametrize("taken", [0, 1, STARTS_MAX - 1, STARTS_MAX])
+def test_a_port_that_somebody_took_is_chosen_anew(
+    monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """A few times; each start has a folder of its own, which is gone afterwards."""
+    folders: list[Path] = []
+
+    def start(options: ClusterOptions, *_: object) -> tuple[CurvePoint, ...]:
+        folders.append(options.run_dir)
+        assert options.run_dir.is_dir()
+        if len(folders) <= taken:
+            raise PortTaken("gateway-0: Address already in use")
+        return (point(16, 5, 1),)
+
+    monkeypatch.setattr(tune_cluster, "measured_curve", start)
+    flags = {"model": "tiny", "dtype": "float32", "kernel": "auto"}
+    nothing = Texts(prompts=(), streams=())
+    if taken == STARTS_MAX:
+        with pytest.raises(PortTaken):
+            measured_in_folder(WANTED, nothing, lambda _: None, flags=flags)
+    else:
+        options, curve = measured_in_folder(WANTED, nothing, lambda _: None, flags=flags)
+        assert options.run_dir == folders[-1]
+        assert curve == (point(16, 5, 1),)
+    assert len(set(folders)) == min(taken + 1, STARTS_MAX)
+    assert not any(folder.exists() for folder in folders)
 
 
 # --- what is made of it --------------------------------------------------------------------------
