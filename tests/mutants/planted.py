@@ -34,6 +34,7 @@ STORE: Final = "tests/unit/kvstore/test_store.py"
 RULES: Final = "tests/unit/kvstore/test_sharing_rules.py"
 SHARING: Final = "tests/unit/kvstore/test_token_sharing.py"
 PUBLISHED: Final = "tests/unit/kvstore/test_published_scopes.py"
+VERSIONS: Final = "tests/unit/kvstore/test_prefix_versions.py"
 PAGES: Final = "tests/unit/kvstore/test_pages.py"
 CAPABILITY: Final = (
     "tests/unit/core/test_capability.py::test_a_genuine_token_for_something_else_is_denied"
@@ -341,6 +342,13 @@ OWNERSHIP_MUTANTS: Final = (
         old="            tree.disown(node, prefix.prefix_id)\n",
         new="            tree.root(prefix.scope)\n",
         test=f"{PUBLISHED}::test_what_two_prefixes_share_stays_with_the_other_one",
+    ),
+    Mutant(
+        name="a prefix of another tokenizer is found",
+        file="services/kvstore/chains.py",
+        old="        if not rows or prefix.tokenizer_hash != self._core.limits.tokenizer_hash:\n",
+        new="        if not rows:\n",
+        test=f"{VERSIONS}::test_a_prefix_of_another_tokenizer_is_kept_and_not_found",
     ),
     Mutant(
         name="behind a published node all tenants meet",
