@@ -106,7 +106,7 @@ class PrefixCalls:
     def _to_proto(self, prefix: Prefix) -> kvstore_pb2.PublishedPrefix:
         limits = self._runtime.core.limits
         message = wire.prefix_to_proto(prefix, limits, history_start(limits.kv_digest))
-        page_bytes = self._runtime.arena.spec.geometry.page_bytes
+        page_bytes = self._runtime.arena.page_bytes
         message.kv_bytes = -(-prefix.position // limits.block_tokens) * page_bytes
         return message
 
