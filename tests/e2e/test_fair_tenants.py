@@ -19,6 +19,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from baton.launcher.cluster import METRICS_TARGETS_FILE
 from baton.testing.cluster import RunningCluster, running_cluster
 from baton.testing.tiny_models import TinyModel, write_directory
 
@@ -30,7 +31,13 @@ tenants:
     keys: [key-many]
   - name: few
     keys: [key-few]
+  - name: night
+    keys: [key-night]
+    class: batch
 """
+SLOTS: Final = 16
+"""Of a decode worker that was not told otherwise."""
+
 LONG_REQUESTS: Final = 100
 LONG_TOKENS: Final = 600
 LONG_ANSWER: Final = 120
@@ -112,6 +119,51 @@ class Crowd:
     @property
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.key}"}
+
+
+class Decode:
+    """The metrics of the decode worker."""
+
+    def __init__(self, cluster: RunningCluster, client: httpx.AsyncClient) -> None:
+        targets = json.loads((cluster.run_dir / METRICS_TARGETS_FILE).read_text())
+        (self._address,) = (
+            target["targets"][0] for target in targets if target["labels"]["process"] == "decode-0"
+        )
+        self._client = client
+
+    async def value(self, series: str) -> float:
+        """The value of one series, written as the page writes it; 0 where it is not shown."""
+        page = await self._client.get(f"http://{self._address}/metrics")
+        found = [line for line in page.text.splitlines() if line.startswith(series + " ")]
+        return float(found[0].rpartition(" ")[2]) if found else 0.0
+
+    async def until(self, series: str, least: float) -> None:
+        """Wait until it is so much."""
+        while await self.value(series) < least:
+            await pause(0.05)
+
+
+async def test_batch_tenants_give_their_slots_to_interactive_ones(cluster: RunningCluster) -> None:
+    """The class comes from the tenants file: all slots are a batch tenant's, a request that
+    somebody waits for gets one at once, and the batch requests lose nothing.
+    """
+    async with (
+        asyncio.timeout(120.0),
+        httpx.AsyncClient(base_url=cluster.url, timeout=100.0, trust_env=False) as client,
+    ):
+        decode = Decode(cluster, client)
+        night, few = Crowd(client, "key-night"), Crowd(client, "key-few")
+        async with asyncio.TaskGroup() as tasks:
+            for seed in range(SLOTS + 4):
+                tasks.create_task(night.insist(body(3000 + seed, 24, 1500)))
+            await decode.until("baton_decode_active_sequences", SLOTS)
+            before = await decode.value('baton_decode_preemptions_total{cause="class"}')
+            await few.stream(body(4000, 24, 8))
+            assert not night.finishes, "nobody had ended whose slot it could have had"
+            after = await decode.value('baton_decode_preemptions_total{cause="class"}')
+    assert few.finishes == ["length"]
+    assert after - before >= 1
+    assert night.finishes == ["length"] * (SLOTS + 4)
 
 
 async def test_a_hundred_long_requests_of_one_tenant_do_not_cost_another_its_slo(
