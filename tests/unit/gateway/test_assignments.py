@@ -55,13 +55,20 @@ class Cluster:
             self.hear(f"decode-{index}")
             self.hear(f"prefill-{index}")
 
-    def hear(self, worker_id: str, *, active: int = 0, queued_tokens: int = 0) -> None:
+    def hear(
+        self, worker_id: str, *, active: int = 0, queued_tokens: int = 0, queued: int = 0
+    ) -> None:
         """A beat with what the worker says of itself."""
         self.progress += 1
         is_decode = worker_id.startswith("decode")
         role = WorkerRole.DECODE if is_decode else WorkerRole.PREFILL
         load = WorkerLoad(
-            active=active, active_max=16, queued_tokens=queued_tokens, token_rate=100.0
+            active=active,
+            active_max=16,
+            queued=queued,
+            queued_tokens=queued_tokens,
+            token_rate=100.0,
+            queue_max=20 if is_decode else None,
         )
         self.hub.observe(replace(record(worker_id, role, load), progress=self.progress))
 
@@ -172,3 +179,26 @@ def test_who_goes_on_with_a_log_is_looked_for_at_its_store_or_anywhere() -> None
     other = cluster.planner.decode_for(None, lost, {"decode-0"})
     assert other is not None
     assert other.worker_id == "decode-1"
+
+
+def test_full_workers_still_get_what_is_of_a_tenant_below_its_share() -> None:
+    """Their queues are as full as they say they may be: others are refused, or go elsewhere. What
+    is below its share is sent on, until the workers have as many more as they queue.
+    """
+    cluster = Cluster()
+    cluster.planner.is_below_share = lambda tenant: tenant == "few"
+    few, many = PlanRequest(prompt_tokens=50, tenant="few"), PlanRequest(prompt_tokens=50)
+    for index in range(2):
+        cluster.hear(f"decode-{index}", active=16, queued=20)
+        cluster.hear(f"prefill-{index}", queued=64)
+    with pytest.raises(ServiceError) as refused:
+        cluster.planner.plan(many)
+    assert refused.value.reason is Reason.QUEUE_FULL
+    assert cluster.planner.plan(few).prefill is not None
+    for index in range(2):
+        cluster.hear(f"decode-{index}", active=16, queued=19)
+    assert cluster.planner.plan(many).prefill is None, "prefill's queues are full to it"
+    for index in range(2):
+        cluster.hear(f"decode-{index}", active=16, queued=40)
+    with pytest.raises(ServiceError):
+        cluster.planner.plan(few)

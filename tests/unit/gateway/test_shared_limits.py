@@ -160,6 +160,39 @@ async def test_no_minute_has_more_requests_than_the_limit() -> None:
     assert await asked(gate, "no limit") is None
 
 
+async def test_who_is_admitted_hears_what_is_left_of_its_minute() -> None:
+    """The less of what this gateway and all of them together counted; nothing without a limit."""
+    clock = ManualClock()
+    gate = admission(clock, {"a": 3})
+    left = []
+    for _ in range(3):
+        async with gate.admitted("a", 1) as state:
+            assert state is not None
+            left.append(state.remaining)
+    assert (left, state.limit, state.reset_s) == ([2, 1, 0], 3, RATE_WINDOW_S)
+    async with gate.admitted("free", 1) as state:
+        assert state is None
+    gate = admission(clock, {"a": 9}, shared(FakeStore(counted(1, 8))))
+    async with gate.admitted("a", 1) as state:
+        assert state is not None
+        assert state.remaining == 1, "other gateways had seven"
+    gate = admission(clock, {"a": 9}, shared(FakeStore(None)))
+    async with gate.admitted("a", 1) as state:
+        assert state is not None
+        assert state.remaining == 8
+
+
+def test_a_tenant_knows_its_share_by_who_else_is_here() -> None:
+    """Alone nobody is below it once it runs something; beside another it is."""
+    limits = RequestLimits(sequences_max=10, tenant_sequences_max=8)
+    with limits.admitted("many", 6):
+        assert not limits.is_below_share("many")
+        assert limits.is_below_share("few")
+        with limits.admitted("few", 2):
+            assert limits.is_below_share("few")
+            assert not limits.is_below_share("many")
+
+
 async def test_a_request_refused_for_its_size_is_not_counted() -> None:
     """Neither by this gateway nor, when others refuse it, afterwards here."""
     clock = ManualClock()
