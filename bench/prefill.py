@@ -114,7 +114,7 @@ def main() -> None:
         print(f"{name:22} {length:7} {p50_ms:9.1f} {length / p50_ms * 1e3:7.0f} {len(one):6}")
     found = metrics(samples, ours, arguments.lengths)
     if not arguments.no_services:
-        found["commit_share"] = commit_share(arguments.model, arguments.threads)
+        found["commit_share"] = commit_share(arguments.model)
         found["hidden_transfer_share"] = hidden_transfer_share(arguments.model)
     loads = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{len(os.sched_getaffinity(0))} cores; load {loads}; {arguments.threads} threads")

@@ -28,11 +28,11 @@ PACKING: Final = "baton_prefill_kv_pack_seconds_sum"
 COMPUTING: Final = "baton_prefill_compute_seconds_sum"
 
 
-def commit_share(model: str, threads: int) -> float:
+def commit_share(model: str) -> float:
     """Seconds of packing, checksumming and committing over seconds of computing, of prompts that
     came one after the other. The seal counts as committing: it brings the last chunk.
     """
-    with _cluster(model, "--prefill-threads", str(threads)) as cluster:
+    with _cluster(model) as cluster:
         _ask(cluster, model, COMMITTED_TOKENS, seed=-1)  # the first one warms everything
         before = _worker_seconds(cluster)
         answers = [
