@@ -28,7 +28,17 @@ from typing import Final, TypeVar
 import httpx
 
 from baton.testing.cluster import RunningCluster, running_cluster
-from bench.prefix_parts.load import Chats, Run, Texts, asked, chatted, questions, warm_questions
+from bench.prefix_parts.load import (
+    Chats,
+    Message,
+    Run,
+    Texts,
+    asked,
+    chatted,
+    questions,
+    warm_questions,
+)
+from bench.prefix_parts.usage import spent
 
 ROUNDS: Final = 3
 REQUESTS: Final = 40
@@ -37,6 +47,13 @@ CHATS: Final = 3
 GOALS: Final = {"prefill_tokens_saved_pct": 60.0, "qps_ratio": 2.0, "reused_token_pct": 95.0}
 
 _Item = TypeVar("_Item")
+
+
+def _one_run(cluster: RunningCluster, load: list[list[Message]], *, is_shared: bool) -> Run:
+    with spent(cluster) as used:
+        run = asyncio.run(asked(cluster.url, load, CLIENTS, is_shared=is_shared))
+    run.cpu_s = used
+    return run
 
 
 def measure(cluster: RunningCluster, rounds: int, requests: int) -> dict[str, float]:
@@ -52,14 +69,20 @@ def measure(cluster: RunningCluster, rounds: int, requests: int) -> dict[str, fl
     chats: list[Chats] = []
     for number in range(rounds):
         load = questions(texts, requests, f"round {number}")
-        off.append(asyncio.run(asked(cluster.url, load, CLIENTS, is_shared=False)))
-        on.append(asyncio.run(asked(cluster.url, load, CLIENTS, is_shared=True)))
+        off.append(_one_run(cluster, load, is_shared=False))
+        on.append(_one_run(cluster, load, is_shared=True))
         chats.append(asyncio.run(chatted(cluster.url, texts, CHATS, f"round {number}")))
     assert not any(one.cached_tokens for one in off), "sharing was off"
-    ratios = [shared.rate / alone.rate for shared, alone in zip(on, off, strict=True)]
+    pairs = list(zip(on, off, strict=True))
+    ratios = [shared.rate / alone.rate for shared, alone in pairs]
+    cpu_ratios = [alone.cpu_per_request_s / shared.cpu_per_request_s for shared, alone in pairs]
+    _print_cpu(on, off)
     return {
         "prefill_tokens_saved_pct": _median(on, lambda r: 100 * r.cached_tokens / r.prompt_tokens),
         "qps_ratio": round(statistics.median(ratios), 2),
+        "cpu_ratio": round(statistics.median(cpu_ratios), 2),
+        "cpu_on_ms": _median(on, lambda run: 1e3 * run.cpu_per_request_s),
+        "cpu_off_ms": _median(off, lambda run: 1e3 * run.cpu_per_request_s),
         "qps_on": _median(on, lambda run: run.rate),
         "qps_off": _median(off, lambda run: run.rate),
         "first_token_on_ms_p50": _median(on, lambda r: 1e3 * statistics.median(r.first_token_s)),
@@ -71,6 +94,17 @@ def measure(cluster: RunningCluster, rounds: int, requests: int) -> dict[str, fl
             chats, lambda chat: 1e3 * statistics.median(chat.first_token_s)
         ),
     }
+
+
+def _print_cpu(on: list[Run], off: list[Run]) -> None:
+    """What a request costs each process, in CPU milliseconds: the median run's."""
+    print(f"\n{'CPU ms a request':<36}{'shared':>10}{'off':>10}")
+    for name in on[0].cpu_s:
+        shared, alone = (
+            round(statistics.median(1e3 * run.cpu_s[name] / run.requests for run in runs), 1)
+            for runs in (on, off)
+        )
+        print(f"{name:<36}{shared:>10}{alone:>10}")
 
 
 def _median(items: list[_Item], of: Callable[[_Item], float]) -> float:
@@ -96,6 +130,8 @@ def main() -> None:
     for title, shared, alone, goal in (
         ("requests a second", metrics["qps_on"], metrics["qps_off"], ""),
         ("ratio", metrics["qps_ratio"], 1.0, f">={GOALS['qps_ratio']:g}"),
+        ("CPU ms a request", metrics["cpu_on_ms"], metrics["cpu_off_ms"], ""),
+        ("ratio", metrics["cpu_ratio"], 1.0, ""),
         ("first token, ms p50", *(metrics[f"first_token_{w}_ms_p50"] for w in ("on", "off")), ""),
         (
             "prompt tokens not computed, %",

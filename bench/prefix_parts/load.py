@@ -34,13 +34,19 @@ Message = dict[str, str]
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What one run of the questions came to. Seconds and tokens."""
+    """What one run of the questions came to. Seconds and tokens; `cpu_s` by process."""
 
     requests: int = 0
     seconds: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def cpu_per_request_s(self) -> float:
+        """CPU seconds of the whole cluster for one request."""
+        return sum(self.cpu_s.values()) / self.requests
 
     @property
     def rate(self) -> float:
