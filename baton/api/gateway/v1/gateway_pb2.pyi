@@ -125,9 +125,9 @@ class GenerateRequest(_message.Message):
     drop_at_end: _builtins.bool
     """Drop the log at the end."""
     session: _builtins.str
-    """A session that the answer is given in: it goes on from the session's history, `chat` has the new
-    turns only (or is absent: the last turn is answered as it stands), and the session names the
-    answer's end. Exclusive with previous_response_id.
+    """A session that the answer is given in: it goes on from the session's history, `chat` has the
+    new turns only (or is absent: the last turn is answered as it stands), and the session names
+    the answer's end. Exclusive with previous_response_id.
     """
     previous_response_id: _builtins.str
     """An answer to go on from, by its request id (or by its id over HTTP); no session is changed."""
