@@ -50,10 +50,39 @@ class BatchPlan:
     last_rows: torch.Tensor
 
 
+class CausalMasks:
+    """Additive masks, 0 or minus infinity, of `dtype`: windows of one buffer, which grows to the
+    longest context that was seen. Not thread-safe.
+
+    The buffer's rows are zeros with a triangle at their end; a block of queries sees so many of the
+    zeros as there are keys before it.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = torch.zeros((QUERY_BLOCK_ROWS, 0), dtype=dtype, device=device)
+
+    def blocks(self, first_position: int, end: int) -> tuple[torch.Tensor, ...]:
+        """One mask per query block of positions [first, end): [rows, keys up to its last row]."""
+        if end + QUERY_BLOCK_ROWS > self._buffer.shape[1]:
+            self._grow(end)
+        triangle = self._buffer.shape[1] - QUERY_BLOCK_ROWS
+        masks = []
+        for first in range(first_position, end, QUERY_BLOCK_ROWS):
+            rows = min(QUERY_BLOCK_ROWS, end - first)
+            masks.append(self._buffer[:rows, triangle - first : triangle + rows])
+        return tuple(masks)
+
+    def _grow(self, end: int) -> None:
+        """By a quarter at least, so that a long prompt does not grow it chunk by chunk."""
+        context = max(end, len(self._buffer[0]) * 5 // 4)
+        self._buffer = self._buffer.new_zeros((QUERY_BLOCK_ROWS, context + QUERY_BLOCK_ROWS))
+        self._buffer[:, context:].fill_(-torch.inf).triu_(1)
+
+
 def plan_batch(
-    chunks: Sequence[PromptChunk], rope: RopeTable, block_tokens: int, dtype: torch.dtype
+    chunks: Sequence[PromptChunk], rope: RopeTable, block_tokens: int, masks: CausalMasks
 ) -> BatchPlan:
-    """The plan of checked `chunks`, on the device of `rope`; `dtype` is that of attention."""
+    """The plan of checked `chunks`, on the device of `rope`; `masks` are of attention's type."""
     spans, pages, positions = [], [], []
     device = rope.cosine.device
     first_row = 0
@@ -69,7 +98,7 @@ def plan_batch(
                 end_row=first_row + len(own),
                 end=chunk.end,
                 table=table,
-                masks=_causal_masks(chunk.first_position, chunk.end, dtype, device),
+                masks=masks.blocks(chunk.first_position, chunk.end),
                 wants_logits=chunk.wants_logits,
             )
         )
@@ -89,32 +118,20 @@ def plan_batch(
     )
 
 
-def _causal_masks(
-    first_position: int, end: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """One additive mask per query block [rows, keys up to its last row]: 0 or minus infinity."""
-    masks = []
-    for first in range(first_position, end, QUERY_BLOCK_ROWS):
-        last = min(first + QUERY_BLOCK_ROWS, end)
-        rows = last - first
-        mask = torch.zeros(rows, last, dtype=dtype, device=device)
-        mask[:, first:].fill_(-torch.inf).triu_(1)
-        masks.append(mask)
-    return tuple(masks)
-
-
 def pass_bytes(config: ModelConfig, kv: KvDtype, itemsize: int, rows: int, context: int) -> int:
     """What a pass of `rows` tokens takes at most beside weights and pages, where all of them see a
     context of so many tokens; `itemsize` is that of computation.
 
-    It does not grow with the prompt but by one layer's keys and values and by the masks.
+    It grows with the prompt by one layer's keys and values and by a block of queries' mask, no
+    more.
     """
     heads = config.heads + 2 * config.kv_heads
     # The residual stream and a sum in float32, Q, K and V once as they are and thrice while they
     # are turned, gate and up and their product.
     row = 12 * config.hidden + heads * config.head_dim * (itemsize + 12)
     row += 5 * config.intermediate * itemsize
-    masks = rows * context * itemsize
+    # A buffer that grows is there twice for a moment, and up to a quarter too wide.
+    masks = QUERY_BLOCK_ROWS * (context * 9 // 4 + 2 * QUERY_BLOCK_ROWS) * itemsize
     # Those of one prompt while those of the one before it are let go.
     gathered = 2 * 2 * config.kv_width * context * itemsize
     if kv.has_scales:

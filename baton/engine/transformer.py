@@ -21,7 +21,13 @@ from torch.nn import functional
 from baton.engine.kv_pages import KvPages
 from baton.engine.label import torch_numeric_class
 from baton.engine.packed_linear import linear
-from baton.engine.prefill_plan import QUERY_BLOCK_ROWS, BatchPlan, ChunkSpan, plan_batch
+from baton.engine.prefill_plan import (
+    QUERY_BLOCK_ROWS,
+    BatchPlan,
+    CausalMasks,
+    ChunkSpan,
+    plan_batch,
+)
 from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.rope import rotate
 from baton.engine.weights import LayerWeights, ModelWeights
@@ -68,6 +74,7 @@ class Transformer:
         self.pages = pages
         self._dtype = weights.dtype.torch_dtype
         self._device = weights.embedding.device
+        self._masks = CausalMasks(self._dtype, self._device)
 
     @property
     def max_context(self) -> int:
@@ -171,7 +178,7 @@ class Transformer:
         for chunk in chunks:
             self._check_tokens(chunk.tokens)
             self._check_span(chunk.first_position, chunk.end, chunk.page_table)
-        plan = plan_batch(chunks, self.weights.rope, self.pages.geometry.block_tokens, self._dtype)
+        plan = plan_batch(chunks, self.weights.rope, self.pages.geometry.block_tokens, self._masks)
         hidden = self._embed([token for chunk in chunks for token in chunk.tokens])
         *earlier, last = self.weights.layers
         for index, layer in enumerate(earlier):
