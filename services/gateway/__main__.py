@@ -194,7 +194,7 @@ async def _core(
     link = await _redis(service, config, RedisMeasures(metrics))
     across = await _across_gateways(service, config, hub, channels, (link, key, incarnation))
     admission = Admission(limits, RateLimits(requests_per_minute, service.clock), across)
-    core = GatewayCore(model, parts, hub, admission, measures, service.spawn)
+    core = GatewayCore(model, parts, hub, admission, measures, spawn=service.spawn)
     await service.start("prefixes", core.prefixes)
     return core, streams
 

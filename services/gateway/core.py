@@ -77,6 +77,7 @@ class GatewayCore:
         hub: WorkerHub,
         limits: Admission,
         measures: GatewayMeasures,
+        *,
         spawn: Spawn,
     ) -> None:
         self.model = model
