@@ -120,7 +120,8 @@ def running_workers(
     common = ("--model", str(model), "--dtype", "float32")
     worker = (*common, "--kvstore", at["kvstore-0"], "--threads", "1")
     # A short path on a tmpfs of this run's own: the attach socket lies there too.
-    arena_dir = Path("/dev/shm", f"baton-test-{os.getpid()}-{at['kvstore-0'][-5:]}")  # noqa: S108 - made 0700
+    name = f"baton-test-{os.getpid()}-{at['kvstore-0'][-5:]}"
+    arena_dir = Path("/dev/shm", name)  # noqa: S108 - made 0700
     flags: dict[str, tuple[str, ...]] = {
         "kvstore-0": (
             *common,
