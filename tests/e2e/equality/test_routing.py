@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import httpx
@@ -14,10 +17,8 @@ from baton.testing.tiny_models import write_directory
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
-CONVERSATIONS: Final = 6
-BATCHES_MAX: Final = 10
-NODES: Final = {"prefill-0", "prefill-1"}
 PROMPT_TOKENS: Final = 150
+BACK_WITHIN_S: Final = 30.0
 ARENA_BYTES: Final = 24 << 20
 
 
@@ -50,41 +51,49 @@ def complete(url: str, prompt: list[int], headers: dict[str, str] | None = None)
     return told
 
 
-def begun_on_both(begin: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Conversations by number, begun at the same time, so that they are spread over the nodes.
+@contextmanager
+def away(cluster: RunningCluster, worker: str) -> Iterator[None]:
+    """A prefill worker answers nothing: what begins now begins at the other node."""
+    pid = cluster.pid(worker)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
-    How many go where depends on who is quicker: more are begun until both nodes have one.
-    """
-    begun: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(CONVERSATIONS) as pool:
-        for batch in range(BATCHES_MAX):
-            numbers = range(batch * CONVERSATIONS, (batch + 1) * CONVERSATIONS)
-            begun += pool.map(begin, numbers)
-            if {told["baton"]["prefill_worker"] for told in begun} == NODES:
-                return begun
-    raise AssertionError(f"{len(begun)} conversations, all on one node")
+
+def until_back(cluster: RunningCluster) -> None:
+    """The first node's worker is used again, which is first by name where nothing else counts."""
+    deadline_s = time.monotonic() + BACK_WITHIN_S
+    probe, headers = [5, 6, 7], {"X-Cache": "off"}
+    while complete(cluster.url, probe, headers)["baton"]["prefill_worker"] != "prefill-0":
+        assert time.monotonic() < deadline_s, "prefill-0 is not used"
 
 
 def test_the_next_turn_goes_to_the_node_that_has_the_conversation(
     cluster: RunningCluster,
 ) -> None:
-    """Begun at the same time they are spread over both nodes; then one at a time, with every worker
-    idle, each goes back to its own, and all of its KV is reused. Without reuse the tokens are the
-    same.
+    """One begins at the second node, one at the first. With every worker idle each goes back to its
+    own, and all of its KV is reused. Without reuse the tokens are the same, from the first node.
     """
     prompts = [
         [4 + (number * 37 + index * (number + 3)) % 240 for index in range(PROMPT_TOKENS)]
-        for number in range(BATCHES_MAX * CONVERSATIONS)
+        for number in range(2)
     ]
-    begun = begun_on_both(lambda number: complete(cluster.url, prompts[number]))
-    for prompt, told in zip(prompts, begun, strict=False):
+    with away(cluster, "prefill-0"):
+        begun = [complete(cluster.url, prompts[0])]
+    until_back(cluster)
+    begun.append(complete(cluster.url, prompts[1]))
+    for prompt, told, own in zip(prompts, begun, ("prefill-1", "prefill-0"), strict=True):
+        assert told["baton"]["prefill_worker"] == own
         history = [*prompt, *told["choices"][0]["token_ids"]]
         turn = [*history, 9, 8, 7]
         again = complete(cluster.url, turn)
-        assert again["baton"]["prefill_worker"] == told["baton"]["prefill_worker"]
+        assert again["baton"]["prefill_worker"] == own
         assert again["baton"]["cached_tokens"] == len(history) - 1
         assert again["baton"]["brought"] is None, "no log had to move"
         fresh = complete(cluster.url, turn, {"X-Cache": "off"})
+        assert fresh["baton"]["prefill_worker"] == "prefill-0"
         assert fresh["baton"]["cached_tokens"] == 0
         assert again["choices"][0]["token_ids"] == fresh["choices"][0]["token_ids"]
 
@@ -93,10 +102,10 @@ def test_a_named_answer_is_continued_where_it_lies(cluster: RunningCluster) -> N
     """`previous_response_id`: the parent is at one node, and that is where it is forked."""
     body = {"model": "tiny", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
-    def chat(**more: Any) -> dict[str, Any]:
+    def chat(text: str, **more: Any) -> dict[str, Any]:
         answer = httpx.post(
             f"{cluster.url}/v1/chat/completions",
-            json={**body, **more},
+            json={**body, "messages": [{"role": "user", "content": text}], **more},
             timeout=60.0,
             trust_env=False,
         )
@@ -104,14 +113,12 @@ def test_a_named_answer_is_continued_where_it_lies(cluster: RunningCluster) -> N
         told: dict[str, Any] = answer.json()
         return told
 
-    begun = begun_on_both(
-        lambda number: chat(messages=[{"role": "user", "content": f"{number} is one. " * 9}])
-    )
-    for told in begun:
-        again = chat(
-            messages=[{"role": "user", "content": "And then?"}], previous_response_id=told["id"]
-        )
-        assert again["baton"]["prefill_worker"] == told["baton"]["prefill_worker"]
-        usage = told["usage"]
-        kept = usage["prompt_tokens"] + usage["completion_tokens"] - 1
-        assert again["baton"]["cached_tokens"] == kept
+    with away(cluster, "prefill-0"):
+        begun = chat("A story of the second node, if you please. " * 3)
+    until_back(cluster)
+    assert begun["baton"]["prefill_worker"] == "prefill-1"
+    again = chat("And then?", previous_response_id=begun["id"])
+    assert again["baton"]["prefill_worker"] == "prefill-1"
+    usage = begun["usage"]
+    kept = usage["prompt_tokens"] + usage["completion_tokens"] - 1
+    assert again["baton"]["cached_tokens"] == kept
