@@ -26,6 +26,7 @@ from services.gateway.request import (
     SequenceRequest,
     Tenant,
 )
+from services.gateway.reuse import RequestReuse
 from services.gateway.side_by_side import watched
 
 
@@ -57,19 +58,22 @@ class HistoryComputer:
             )
         request = self._request(tenant, ids, base, ttl_s)
         opener = LogOpener(self._parts, request)
-        recovery = Recovery(self._parts, request.request_id, len(ids))
+        reuse = RequestReuse(self._parts.planner.reuse, request)
+        recovery = Recovery(self._parts, request.request_id, len(ids), reuse.expected)
         try:
             plan = self._plan_near(ids, base) or await recovery.plan()
             while True:
                 try:
-                    return await self._attempt(opener, recovery, plan)
+                    leg = await self._attempt(opener, recovery, plan)
+                    reuse.sealed(leg.home)
+                    return leg, leg.cached_tokens
                 except ServiceError as error:
                     recovery.require_retry(plan, error)
                 plan = await recovery.plan()
         finally:
             recovery.end()
 
-    async def _attempt(self, opener: LogOpener, recovery: Recovery, plan: Plan) -> tuple[Leg, int]:
+    async def _attempt(self, opener: LogOpener, recovery: Recovery, plan: Plan) -> Leg:
         """One log from Open to its seal; one that does not come so far is given up."""
         await faults.reach("gateway.before_open")
         leg = await opener.open(plan)
@@ -81,7 +85,7 @@ class HistoryComputer:
         finally:
             if not is_sealed:
                 self._parts.cleanup.end(leg, is_complete=False)
-        return leg, leg.cached_tokens
+        return leg
 
     async def _filled(self, leg: Leg) -> None:
         try:
