@@ -53,8 +53,9 @@ class CudaLane:
         self._page_bytes = page_bytes
         self._pinned = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=True)
         self._host: HostPages = self._pinned.numpy()
-        # torch has no types for these.
+        # torch has no type for it.
         self._stream: Any = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+        # torch has no type for it.
         self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
