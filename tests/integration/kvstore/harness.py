@@ -97,10 +97,9 @@ class StoreProcess:
     @property
     def arena_dir(self) -> Path:
         """A tmpfs directory of this run's own; short, for the attach socket."""
-        # Of the whole path: two stores of one run that live at once must never share a directory.
+        # Of the whole path: two stores that live at once must never share a directory.
         own = blake2s(os.fsencode(self.directory), digest_size=8).hexdigest()
-        name = f"kvt-{os.getpid()}-{own}"
-        return Path("/dev/shm") / name  # noqa: S108 - made 0700 by the kvstore, removed at the end
+        return Path(f"/dev/shm/kvt-{os.getpid()}-{own}")  # noqa: S108 - made 0700, removed at the end
 
     def start(self) -> None:
         """Starts it and waits until it is ready."""
@@ -120,8 +119,8 @@ class StoreProcess:
             *("--port-file", str(port_file), "--log-level", "warning", *self.flags),
         ]
         with (self.directory / "log.txt").open("ab") as log:
-            environment = {**os.environ, **self.environment}
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=environment)
+            own = {**os.environ, **self.environment}
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=own)
 
     def await_ready(self) -> None:
         """Returns when it serves."""
@@ -388,8 +387,7 @@ class FakeWorker:
 
     def leave(self) -> None:
         """Unmaps and closes: what the kernel sees when a worker dies."""
-        if self._append is not None:
-            self._append.cancel()
+        self.leave_stream()
         self.attached.arena.unmap()
 
 
