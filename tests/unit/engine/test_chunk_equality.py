@@ -27,8 +27,8 @@ PROMPT_TOKENS = 100
 KV_ERROR = 1e-5
 LOGITS_ERROR = 1e-4
 TEXT = (
-    "It rains. 河水很冷。Is it?\n- e\u0301 no!\n- 👩\u200d👧 yes.\n\n```\na. b\n```\nThe end came. " * 2
-)
+    "It rains. 河水很冷。Is it?\n- e\u0301 no!\n- 👩\u200d👧 yes.\n\n```\na. b\n```\nThe end came. "
+) * 2
 
 Cut = Sequence[Chunk]
 
