@@ -12,7 +12,7 @@ from baton.testing.tiny_models import write_directory
 from baton.worker.chunk_profile import read_profile
 from tests.e2e.test_commands import baton
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.more, pytest.mark.timeout(240)]
 
 
 def test_a_measured_profile_is_loaded_by_up(tmp_path: Path) -> None:
