@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import typer
 
-from baton.cli.console import CommandFailed, ExitCode
+from baton.cli.console import CommandFailed, ExitCode, checked_text
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 CONNECT_TIMEOUT_S = 5.0
@@ -51,6 +51,12 @@ class GatewayAddress:
                 remedy=f"write it like {DEFAULT_URL}",
                 exit_code=ExitCode.USAGE,
             )
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise CommandFailed(
+                "--api-key has characters that no header can hold",
+                remedy="give the key as the tenants file has it",
+                exit_code=ExitCode.USAGE,
+            )
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         # A proxy for the outside has no business between us and our own gateway.
@@ -62,9 +68,16 @@ def is_http_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         # Reading the port is what checks it.
-        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        is_ours = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        # What httpx cannot read, it cannot call.
+        return is_ours and bool(httpx.URL(url).host)
+    except (ValueError, httpx.InvalidURL):
         return False
+
+
+def path_part(text: str) -> str:
+    """An id or a name as a part of a path; refused when it is no text."""
+    return quote(checked_text(text, "the name"), safe="")
 
 
 @contextmanager

@@ -8,16 +8,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from baton.cli.console import CommandFailed, ExitCode, checked_text, output, read_stdin
-from baton.cli.gateway_http import DEFAULT_URL, GatewayAddress, KeyOption, UrlOption, call
+from baton.cli.gateway_http import (
+    DEFAULT_URL,
+    GatewayAddress,
+    KeyOption,
+    UrlOption,
+    call,
+    path_part,
+)
 
 PATH = "/v1/prefixes"
 TEXT_BYTES_MAX = 4 * 1024 * 1024
+TTL_S_MAX = 10 * 365 * 86_400.0
 COLUMNS = ("name", "version", "status", "pin", "tokens", "id", "model", "expires")
 
 app = typer.Typer(no_args_is_help=True, help="Publish system prompts ahead, list and revoke them.")
@@ -68,7 +76,7 @@ def show(entries: list[dict[str, Any]], as_json: bool) -> None:
     columns = [name for name in COLUMNS if any(entry.get(name) is not None for entry in entries)]
     table = Table(*columns, box=None, pad_edge=False)
     for entry in entries:
-        table.add_row(*(_cell(entry, name) for name in columns))
+        table.add_row(*(Text(_cell(entry, name)) for name in columns))
     output().print(table)
     for entry in entries:
         if entry.get("detail"):
@@ -96,7 +104,9 @@ def publish(
     tenant: Annotated[
         list[str] | None, typer.Option(help="A tenant that may use it; repeatable, `*` is all.")
     ] = None,
-    ttl_s: Annotated[float | None, typer.Option(min=1.0, help="Seconds it lives.")] = None,
+    ttl_s: Annotated[
+        float | None, typer.Option(min=1.0, max=TTL_S_MAX, help="Seconds it lives.")
+    ] = None,
     pin: Annotated[
         bool, typer.Option("--pin", help="Keep it in memory until it is deleted.")
     ] = False,
@@ -114,9 +124,9 @@ def publish(
     Example: baton prefix publish support --file system.txt --ttl-s 86400
     """
     content = read_content(text, file)
-    body: dict[str, Any] = {"name": name}
+    body: dict[str, Any] = {"name": checked_text(name, "the name")}
     body |= {"text": content} if raw else {"messages": [{"role": "system", "content": content}]}
-    body |= {"tenants": tenant} if tenant else {}
+    body |= {"tenants": [checked_text(one, "--tenant") for one in tenant]} if tenant else {}
     body |= {"ttl_s": ttl_s} if ttl_s is not None else {}
     body |= {"pin": True} if pin else {}
     body |= {"wait": False} if no_wait else {}
@@ -146,7 +156,7 @@ def show_prefix(
 
     Example: baton prefix show support
     """
-    path = f"{PATH}/{quote(name, safe='')}"
+    path = f"{PATH}/{path_part(name)}"
     answer = call(GatewayAddress(url=url, api_key=api_key), "GET", path, None)
     output().print(json.dumps(answer, ensure_ascii=False, indent=2), markup=False)
 
@@ -162,6 +172,6 @@ def delete(
 
     Example: baton prefix delete support
     """
-    path = f"{PATH}/{quote(name, safe='')}"
+    path = f"{PATH}/{path_part(name)}"
     call(GatewayAddress(url=url, api_key=api_key), "DELETE", path, None)
     output().print(f"revoked {name}", markup=False)

@@ -9,13 +9,19 @@ import json
 from collections import Counter
 from datetime import UTC, datetime
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 from rich.table import Table
 
 from baton.cli.console import CommandFailed, checked_text, output
-from baton.cli.gateway_http import DEFAULT_URL, GatewayAddress, KeyOption, UrlOption, call
+from baton.cli.gateway_http import (
+    DEFAULT_URL,
+    GatewayAddress,
+    KeyOption,
+    UrlOption,
+    call,
+    path_part,
+)
 from baton.cli.prefix import listed
 
 PATH = "/v1/sessions"
@@ -33,7 +39,7 @@ def _print_json(value: Any) -> None:
 
 
 def _path(session_id: str, action: str = "") -> str:
-    return f"{PATH}/{quote(session_id, safe='')}{action}"
+    return f"{PATH}/{path_part(session_id)}{action}"
 
 
 @app.command("ls")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -16,7 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.console import CommandFailed, errors, output
-from baton.cli.gateway_http import DEFAULT_URL, GatewayAddress, KeyOption, UrlOption, call
+from baton.cli.gateway_http import (
+    DEFAULT_URL,
+    GatewayAddress,
+    KeyOption,
+    UrlOption,
+    call,
+    path_part,
+)
 from baton.tracing_tree import TreeSpan, covered_s, in_order, spans_of, steps
 
 PATH = "/debug/traces"
@@ -86,7 +92,7 @@ def trace(
 
     Example: baton trace chatcmpl-5f0c... --url http://127.0.0.1:8080
     """
-    path = f"{PATH}/{quote(wanted, safe='')}"
+    path = f"{PATH}/{path_part(wanted)}"
     answer = call(GatewayAddress(url=url, api_key=api_key), "GET", path, None)
     try:
         spans = spans_of(answer)

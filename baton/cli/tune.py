@@ -97,9 +97,14 @@ def prompt_length(asked: int | None, config: ModelConfig) -> int:
 
 def check_target(path: Path) -> None:
     """Refuse a place that cannot be written, before minutes are spent on what goes there."""
-    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    is_place = there.is_file() if there == path.absolute() else there.is_dir()
-    if not is_place or not os.access(there, os.W_OK):
+    try:
+        there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+        is_kind = there.is_file() if there == path.absolute() else there.is_dir()
+        is_place = is_kind and os.access(there, os.W_OK)
+    except OSError:
+        # A name that is too long, a folder that may not be looked into.
+        is_place = False
+    if not is_place:
         raise _usage(f"--out {path} cannot be written", "name a file in a folder of yours")
 
 

@@ -114,3 +114,31 @@ def test_an_answer_that_is_no_json_is_told(run: Run, gateway: FakeGateway) -> No
     ran = run("prefix", "list", "--url", gateway.url)
     assert ran.code == 1
     assert "is it a Baton gateway" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("show", "\udcff"), "the name is not UTF-8 text"),
+        (("publish", "\udcff", "--text", "Hi."), "the name is not UTF-8 text"),
+        (("publish", "x", "--text", "Hi.", "--tenant", "\udcff"), "--tenant is not UTF-8 text"),
+        (("publish", "x", "--text", "Hi.", "--ttl-s", "inf"), "'--ttl-s'"),
+        (("list", "--api-key", "k\u00e9y"), "--api-key has characters that no header can hold"),
+        (("list", "--url", "http://xn--a:1"), "is not an address"),
+        (("list", "--url", "http://a\x01b:1"), "is not an address"),
+    ],
+)
+def test_what_can_be_sent_nowhere_is_refused(
+    run: Run, gateway: FakeGateway, arguments: tuple[str, ...], told: str
+) -> None:
+    """With a line that names it, not a traceback."""
+    ran = run("prefix", arguments[0], "--url", gateway.url, *arguments[1:])
+    assert ran.code == 2
+    assert told in ran.err
+    assert gateway.seen == []
+
+
+def test_a_table_shows_brackets_as_they_are(run: Run, gateway: FakeGateway) -> None:
+    """A model's folder may have any name."""
+    gateway.answer("GET /v1/prefixes", {"object": "list", "data": [{**ENTRY, "model": "m[/b]"}]})
+    assert "m[/b]" in run("prefix", "list", "--url", gateway.url).out

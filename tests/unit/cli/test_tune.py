@@ -160,7 +160,8 @@ def test_a_prompt_beyond_the_context_is_refused(run: Run, tmp_path: Path) -> Non
 def test_a_place_that_cannot_be_written_is_refused_first(run: Run, tmp_path: Path) -> None:
     """Minutes of measuring come after it."""
     model = write_directory(tmp_path / "tiny")
-    for out in (tmp_path, tmp_path / "tiny" / "config.json" / "profile.json"):
+    too_long = tmp_path / ("x" * 300) / "profile.json"
+    for out in (tmp_path, tmp_path / "tiny" / "config.json" / "profile.json", too_long):
         ran = run("tune", "chunk", "--model", str(model), "--out", str(out))
         assert ran.code == 2
         assert "cannot be written. name a file in a folder of yours" in ran.err
