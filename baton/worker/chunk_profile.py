@@ -299,11 +299,14 @@ class _Fields:
         return value
 
     def number(self, name: str) -> float:
-        """Any number."""
+        """Any number that a float can hold."""
         value = self._value.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _refused(self._path(name), "is not a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise _refused(self._path(name), "is too large a number") from error
 
     def _path(self, name: str) -> str:
         return f"{self._name}.{name}" if self._name else name

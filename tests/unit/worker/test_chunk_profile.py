@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,7 @@ def test_the_most_is_known_before_the_label(role: str, given: int | None, most: 
         ({"machine": {"cpu": "x", "cores": 0}}, "machine.cores"),
         ({"roles": {"prefill": {}}}, "roles.prefill.chunk_tokens"),
         ({"roles": {"prefill": {"chunk_tokens": 1 << 20}}}, "roles.prefill.chunk_tokens"),
+        ({"roles": {"prefill": asdict(FOUND) | {"load": 10**400}}}, "roles.prefill.load"),
     ],
 )
 def test_a_damaged_profile_is_refused_naming_the_field(
