@@ -54,7 +54,7 @@ class Splicer:
 
     def one(self, data: bytes) -> bytes:
         """A `SpliceRequest` -> a `SpliceResponse`; raises the refusal."""
-        _check_size(data)
+        _check_size(data, "segments")
         answer = quick_wire.outcome_of(data, 0, len(data))
         if answer is None:
             outcome = self._generated(parsed(merger_pb2.SpliceRequest, data))
@@ -75,7 +75,7 @@ class Splicer:
 
     def _answered(self, data: bytes, head: bytes, shape: Shape) -> bytes:
         """The answer; `head` is what stands before the splices, and goes back as it came."""
-        _check_size(data)
+        _check_size(data, "splices")
         spans = quick_wire.spans(data, len(head), shape.splice_tag)
         if spans is None:
             # Fields in another order, or some that this version does not know.
@@ -144,12 +144,12 @@ def check_count(field: str, count: int, count_max: int) -> None:
         )
 
 
-def _check_size(data: bytes) -> None:
+def _check_size(data: bytes, field: str) -> None:
     if len(data) > MESSAGE_BYTES_MAX:
         raise ServiceError(
             Reason.INVALID_REQUEST,
-            f"the message has {len(data)} bytes, at most {MESSAGE_BYTES_MAX}; send fewer splices",
-            field="splices",
+            f"the message has {len(data)} bytes, at most {MESSAGE_BYTES_MAX}; send fewer {field}",
+            field=field,
         )
 
 

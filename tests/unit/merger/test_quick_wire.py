@@ -160,3 +160,12 @@ def test_outcomes_are_counted_whichever_way_they_took() -> None:
     assert 'baton_splices_total{outcome="ok"} 1.0' in shown
     assert 'baton_splices_total{outcome="STALE_GENERATION"} 2.0' in shown
     assert measures.count == 3
+
+
+def test_one_splice_that_is_too_large_names_its_own_field() -> None:
+    """A single request has no splices: its segments are too many bytes."""
+    large = request(segment(0, 8))
+    large.segments[0].token_ids.extend([1 << 28] * (MESSAGE_BYTES_MAX // 5))
+    with pytest.raises(ServiceError) as error:
+        splicer().one(large.SerializeToString())
+    assert error.value.field == "segments"
