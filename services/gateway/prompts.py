@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from baton.errors import Reason, ServiceError
 from baton.sampling_parameters import SamplingParameters
@@ -25,6 +25,8 @@ from services.gateway.request import (
     TextPrompt,
     TokensPrompt,
 )
+
+_Result = TypeVar("_Result")
 
 INLINE_CHARS_MAX: Final = 4096
 """Texts up to here are tokenised on the loop: a thread would cost more."""
@@ -77,10 +79,10 @@ class ServedModel:
             return self._encode_ids(prompt, field)
         if isinstance(prompt, TextPrompt):
             text = prompt.text
-            encoded = await _run(len(text), lambda: self._encode_text(text, field))
+            encoded = await beside_loop(len(text), lambda: self._encode_text(text, field))
         else:
             chars = sum(len(turn.content) for turn in prompt.turns)
-            encoded = await _run(chars, lambda: self._encode_chat(prompt))
+            encoded = await beside_loop(chars, lambda: self._encode_chat(prompt))
         if not encoded.token_ids:
             raise ServiceError(
                 Reason.INVALID_REQUEST, f"{field} must have at least one token", field=field
@@ -146,7 +148,8 @@ class ServedModel:
         return EncodedPrompt(token_ids=tuple(ids), rendered=rendered.text.encode())
 
 
-async def _run(chars: int, work: Callable[[], EncodedPrompt]) -> EncodedPrompt:
+async def beside_loop(chars: int, work: Callable[[], _Result]) -> _Result:
+    """What `work` returns; work on a long text is done in a thread, so that nobody else waits."""
     if chars <= INLINE_CHARS_MAX:
         return work()
     return await asyncio.to_thread(work)

@@ -18,7 +18,7 @@ from baton.ids import new_log_id, new_request_id
 from services.gateway.answers import Emit
 from services.gateway.client_sessions import LineageLog, Session, SessionClient, SetSession
 from services.gateway.opening import SequenceParts
-from services.gateway.prompts import ServedModel
+from services.gateway.prompts import ServedModel, beside_loop
 from services.gateway.request import (
     ID_CHARS_MAX,
     ChatPrompt,
@@ -174,9 +174,11 @@ class Sessions:
         """The history of a session or an answer with turns behind it."""
         point = await self.resolve(tenant, wanted, field)
         ids = await self.token_ids(tenant, point.head, field)
-        return Continuation(
-            point=point, token_ids=next_turn(self._model, ids, turns, has_header=has_header)
+        went_on = await beside_loop(
+            len(ids) + _chars(turns),
+            lambda: next_turn(self._model, ids, turns, has_header=has_header),
         )
+        return Continuation(point=point, token_ids=went_on)
 
     # --- changing ---------------------------------------------------------------------------
 
@@ -186,7 +188,8 @@ class Sessions:
         """A session that names an answer, or begins as another session, or with turns."""
         if source is not None:
             return await self.fork(tenant, source, position=None, ttl_s=ttl_s, field="from")
-        ids = self._model.encode_turns(ChatPrompt(turns=tuple(turns), has_assistant_header=False))
+        prompt = ChatPrompt(turns=tuple(turns), has_assistant_header=False)
+        ids = (await self._model.encode(prompt, "messages")).token_ids
         leg, reused = await self._computer.computed(tenant, ids, None)
         head = ParentLog(log_id=leg.log_id, position=len(ids), address=leg.plan.kvstore_address)
         order = _new_session(head, ttl_s)
@@ -239,7 +242,8 @@ class Sessions:
         session = await self._current(tenant, session_id, generation)
         old = await self.token_ids(tenant, session.head)
         await faults.reach("session.after_read")
-        new = edited(self._model, old, order)
+        chars = len(old) + len(order.text or "") + _chars(order.turns or ())
+        new = await beside_loop(chars, lambda: edited(self._model, old, order))
         if not new:
             raise refused(
                 "replacement", "must leave at least one token; delete the session instead"
@@ -322,6 +326,10 @@ class Sessions:
             raise
         await faults.reach("session.after_fork")
         return replace(head, log_id=log_id), cached
+
+
+def _chars(turns: Sequence[ChatTurn]) -> int:
+    return sum(len(one.content) for one in turns)
 
 
 def _new_session(head: ParentLog, ttl_s: float | None) -> SetSession:

@@ -261,7 +261,10 @@ def _overlap(history: Sequence[int], tail: Sequence[int], model: ServedModel) ->
 
     Ids before the first control token behind the turn's end are what may be there.
     """
+    if not tail or not model.tokenizer.is_special(tail[0]):
+        return 0
     for count in range(min(len(tail), len(history)), 0, -1):
-        if list(history[-count:]) == list(tail[:count]) and model.tokenizer.is_special(tail[0]):
+        # One id first: a long history is not copied for each place where it might begin.
+        if history[-count] == tail[0] and list(history[-count:]) == list(tail[:count]):
             return count
     return 0
