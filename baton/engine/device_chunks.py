@@ -27,7 +27,7 @@ from baton.engine.chunk_lanes import HostPages, Lane, open_lane
 from baton.engine.device_slots import DeviceSlots, Resident
 from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.transformer import Transformer
-from baton.errors import ServiceError
+from baton.errors import Reason, ServiceError
 from baton.kv.layout import copy_slots, page_view
 
 LANES: Final = 4
@@ -50,7 +50,7 @@ class _Flight:
     """A computed chunk of `owner`, positions [first, end), on its way: row i of its copy is device
     slot `slots[i]` and goes to arena page `pages[i]`. `lane` None: its copy was not begun.
 
-    `ending` is held by whoever ends it, once.
+    `ending` is held by whoever ends it, once; that need not be who packs it.
     """
 
     owner: int
@@ -61,6 +61,7 @@ class _Flight:
     lane: Lane | None
     ending: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
+    has_landed: bool = False
 
     def rows(self, block_tokens: int) -> Iterator[tuple[int, int, int]]:
         """For each page: its number, and the slots [first, end) of it that the chunk computed."""
@@ -134,11 +135,17 @@ class DeviceChunks:
         return found
 
     def land(self, owner: int, first_position: int) -> None:
-        """Returns when the KV of the owner's chunk at that position is in the arena."""
+        """Returns when the KV of the owner's chunk at that position is in the arena. ServiceError
+        INTERNAL where it did not get there, although another prompt needed its slots.
+        """
         with self._lock:
             flight = self._flights[owner, first_position]
         try:
             self._end(flight, is_wanted=True)
+            if not flight.has_landed:
+                raise ServiceError(
+                    Reason.INTERNAL, "a chunk's KV did not come from the device into the arena"
+                )
         finally:
             with self._lock:
                 del self._flights[owner, first_position]
@@ -238,6 +245,7 @@ class DeviceChunks:
                         self._put(flight, flight.lane.host)
                 elif is_wanted:
                     self._land_late(flight)
+                flight.has_landed = is_wanted
             finally:
                 with self._lock:
                     flight.is_over = True

@@ -5,10 +5,12 @@ Owns the checks of a publication and the pages a published prefix holds. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.errors import Reason, ServiceError
 from baton.kv.digests import history_at, ids_hash
+from baton.kv.sizing import pages_for
 from services.kvstore.chains import ScopeChains
 from services.kvstore.core import Core, invalid
 from services.kvstore.home import Event, require_allowed
@@ -82,8 +84,6 @@ class PrefixKeeper:
         if order.history_end not in (b"", history_end):
             raise invalid("prefix.segment.history_end", "is not that of the log's tokens")
         rows = list(log.rows.head(order.position, limits.block_tokens))
-        if order.is_pinned:
-            self._require_pinnable(len(rows))
         prefix = Prefix(
             prefix_id=order.prefix_id,
             name=order.name,
@@ -108,18 +108,26 @@ class PrefixKeeper:
             version=order.version,
             is_pinned=order.is_pinned,
         )
+        replaced = [one for one in older if not one.is_pinned or one.is_content_of(prefix)]
+        if prefix.is_pinned:
+            self._require_pinnable(len(rows), {one.prefix_id for one in replaced})
         self._core.prefixes.add(prefix)
         self._core.pool.hold_many([row.page for row in rows])
         self._core.journal.published(prefix)
         self._chains.offer_prefix(prefix)
-        for one in older:
-            if not one.is_pinned or one.is_content_of(prefix):
-                self._withdraw(one, wall_s)
+        for one in replaced:
+            self._withdraw(one, wall_s)
         return prefix
 
-    def _require_pinnable(self, pages: int) -> None:
-        """QUOTA_EXCEEDED where pinned prefixes would hold more of the arena than they may."""
-        pinned = sum(len(one.rows) for one in self._core.prefixes.all() if one.is_pinned)
+    def _require_pinnable(self, pages: int, replaced: Collection[str]) -> None:
+        """QUOTA_EXCEEDED where pinned prefixes, but those `replaced` (ids), would hold more of the
+        arena than they may; one that is on NVMe only comes back on use, and counts.
+        """
+        pinned = sum(
+            pages_for(one.position, self._core.block_tokens)
+            for one in self._core.prefixes.all()
+            if one.is_pinned and one.prefix_id not in replaced
+        )
         most = int(PINNED_SHARE_MAX * self._core.pool.page_count)
         if pinned + pages > most:
             raise ServiceError(

@@ -42,6 +42,13 @@ class Arena:
         return [bytes(self.page(page)) for page in table]
 
 
+class Gone:
+    """An arena that nothing can be written to."""
+
+    def page(self, page: int) -> memoryview:
+        raise RuntimeError(f"page {page} is gone")
+
+
 class Bench:
     """One model computed in an arena, and by way of a device in another."""
 
@@ -210,6 +217,27 @@ def test_what_is_in_flight_lands_before_it_gives_way(path: Path, device: str) ->
     bench.same_pages([2, 10], 32)
     bench.chunks.check_invariants()
     assert bench.chunks.in_flight == 0
+
+
+def test_a_landing_that_fails_for_another_prompt_fails_whoever_packs_it(path: Path) -> None:
+    """The pages hold nothing then: they must not be packed as if they did."""
+    bench = Bench(path, "cpu", KvDtype.F32, 3)
+    first, second = (
+        chunks_of(tokens_of(32, owner), owner, [owner, owner + 8])[0] for owner in (0, 1)
+    )
+    bench.chunks.prefill_batch([first])
+    arena = bench.arena
+    bench.chunks.remap(Gone())
+    with pytest.raises(RuntimeError, match="gone"):
+        bench.chunks.prefill_batch([second])
+    bench.chunks.remap(arena)
+    with pytest.raises(ServiceError) as failed:
+        bench.chunks.land(0, 0)
+    assert failed.value.reason is Reason.INTERNAL
+    bench.chunks.forget(0)
+    bench.chunks.forget(1)
+    assert (bench.chunks.in_flight, bench.chunks.free_slots) == (0, 3)
+    bench.chunks.check_invariants()
 
 
 def test_what_does_not_fit_is_refused_and_nothing_stays(path: Path, device: str) -> None:

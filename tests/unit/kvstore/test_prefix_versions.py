@@ -107,6 +107,20 @@ def test_pins_hold_half_of_the_arena_at_most() -> None:
     publish(store, one.log_id, BLOCK)
 
 
+def test_a_pin_that_takes_the_place_of_another_needs_no_room_beside_it() -> None:
+    """The same content pinned again, for another time or for others: the older one goes."""
+    store = build_store(8)
+    one = kept(store, [*range(5 * BLOCK)])
+    pinned = {"log_id": one.log_id, "position": 4 * BLOCK, "is_pinned": True}
+    named(store, prefix_id="a", **pinned)
+    named(store, prefix_id="b", version=2, **pinned)
+    assert [prefix.prefix_id for prefix in store.core.prefixes.all()] == ["b"]
+    with pytest.raises(ServiceError) as refused:
+        publish(store, one.log_id, BLOCK, is_pinned=True)
+    assert refused.value.reason is Reason.QUOTA_EXCEEDED
+    store.core.check_invariants()
+
+
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_a_pinned_prefix_keeps_its_pages_when_room_is_made(is_pinned: bool) -> None:
     """One with copies on NVMe gives its pages up, a pinned one does not."""
