@@ -99,7 +99,7 @@ class StoreProcess:
         """A tmpfs directory of this run's own; short, for the attach socket."""
         # Of the whole path: two stores that live at once must never share a directory.
         own = blake2s(os.fsencode(self.directory), digest_size=8).hexdigest()
-        return Path(f"/dev/shm/kvt-{os.getpid()}-{own}")  # noqa: S108 - made 0700, removed at the end
+        return Path(f"/dev/shm/kvt-{os.getpid()}-{own}")  # noqa: S108 - 0700, removed at the end
 
     def start(self) -> None:
         """Starts it and waits until it is ready."""
