@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from enum import StrEnum, unique
 from typing import Any, Final, Protocol
 
@@ -38,6 +38,11 @@ FAILED_MAX: Final = 16
 
 PREFIX_ID_BYTES: Final = 12
 RETRY_AFTER_S: Final = 1.0
+BACK_OFF_MAX_S: Final = 30.0
+"""Each try counts against its tenant's rate: they become rarer, up to so many seconds."""
+
+KNOWN_MAX: Final = 64
+"""Ids of a tenant's publications of what was there already that are remembered."""
 
 
 @unique
@@ -105,6 +110,8 @@ class PrefixDesk:
         self._spawn = spawn
         self._under_way: dict[str, Publication] = {}
         self._failed: dict[str, list[Publication]] = {}
+        self._known: dict[str, dict[str, str]] = {}
+        """By tenant: ids that were given for what had another one already."""
         self._turns: dict[tuple[str, str], asyncio.Lock] = {}
         self._computing = asyncio.Semaphore(COMPUTING_MAX)
         self._is_draining = False
@@ -147,10 +154,12 @@ class PrefixDesk:
     def order(self, tenant: Tenant, order: PublishOrder) -> PrefixView:
         """Have it computed and published in the background; what is shown of it now.
 
-        The same order under way is that one. QUOTA_EXCEEDED or QUEUE_FULL where too many are.
+        The same order under way is that one, unless it ends with somebody who waits for it.
+        QUOTA_EXCEEDED or QUEUE_FULL where too many are.
         """
         for one in self._under_way.values():
-            if one.tenant.name == tenant.name and one.order == order and not one.is_cancelled:
+            is_ending = one.is_waited or one.is_cancelled
+            if one.tenant.name == tenant.name and one.order == order and not is_ending:
                 return self._view_of(one)
         one = self._begun(tenant, order, is_waited=False)
         self._spawn(f"publish-{one.prefix_id}", self._run(one))
@@ -195,7 +204,7 @@ class PrefixDesk:
             self._ended(one)
 
     async def _guarded(self, one: Publication) -> None:
-        error = ServiceError(Reason.CANCELLED, "the publication was given up")
+        error = _given_up()
         try:
             one.prefix = await self._turn(one)
             return
@@ -211,29 +220,45 @@ class PrefixDesk:
     async def _turn(self, one: Publication) -> PublishedPrefix:
         """Behind those of the same name, and a few at a time."""
         if one.is_cancelled:
-            raise ServiceError(Reason.CANCELLED, "the publication was given up")
+            raise _given_up()
         key = (one.tenant.name, one.order.name)
         turn = self._turns.setdefault(key, asyncio.Lock())
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(turn)
-            await held.enter_async_context(self._computing)
-            one.status = PrefixStatus.COMPUTING
+        async with turn:
             return await self._computed(one)
 
     async def _computed(self, one: Publication) -> PublishedPrefix:
-        """In the background what may be tried again is, as long as a publication may take."""
-        deadline_s = self._clock.monotonic_s() + PUBLISH_TIMEOUT_S
+        """In the background what may be tried again is, as long as a publication may take. What is
+        put off keeps nobody else from being computed.
+        """
+        deadline_s: float | None = None
+        tries = 0
         while True:
             try:
-                async with self._limits.admitted(one.tenant.name, 1):
-                    return await self._publisher.publish(one.tenant, one.order, one.prefix_id)
+                async with self._computing:
+                    one.status = PrefixStatus.COMPUTING
+                    deadline_s = deadline_s or self._clock.monotonic_s() + PUBLISH_TIMEOUT_S
+                    return await self._tried(one)
             except ServiceError as error:
-                after_s = error.retry_after_s
-                left_s = deadline_s - self._clock.monotonic_s()
-                if one.is_waited or after_s is None or after_s > left_s:
+                if one.is_waited or self._is_draining or error.retry_after_s is None:
+                    raise
+                assert deadline_s is not None
+                after_s = max(error.retry_after_s, min(2.0**tries, BACK_OFF_MAX_S))
+                if after_s > deadline_s - self._clock.monotonic_s():
                     raise
                 _log.warning("publication_put_off", reason=error.reason.value, after_s=after_s)
+            one.status, tries = PrefixStatus.PENDING, tries + 1
             await self._clock.wait(asyncio.Event(), after_s)
+
+    async def _tried(self, one: Publication) -> PublishedPrefix:
+        async with self._limits.admitted(one.tenant.name, 1):
+            prefix = await self._publisher.publish(one.tenant, one.order, one.prefix_id)
+        if prefix.prefix_id != one.prefix_id and not one.is_waited:
+            # It was there already: who was told another id finds it by that one, too.
+            known = self._known.setdefault(one.tenant.name, {})
+            known[one.prefix_id] = prefix.prefix_id
+            if len(known) > KNOWN_MAX:
+                del known[next(iter(known))]
+        return prefix
 
     def _ended(self, one: Publication) -> None:
         self._under_way.pop(one.prefix_id, None)
@@ -243,7 +268,12 @@ class PrefixDesk:
         failed = self._failed.setdefault(one.tenant.name, [])
         # What succeeded now makes old news of what failed under its name.
         failed[:] = [other for other in failed if other.order.name != one.order.name]
+        if one.prefix is None and one.error is None:
+            # Cancelled before its task's first step.
+            one.error, one.status = _given_up(), PrefixStatus.FAILED
         if one.prefix is None and not one.is_cancelled:
+            # What is remembered is why, and not megabytes of content.
+            one.order = replace(one.order, turns=(), text=None)
             failed.append(one)
             del failed[:-FAILED_MAX]
         if not failed:
@@ -286,8 +316,9 @@ class PrefixDesk:
         of others'. PREFIX_NOT_FOUND.
         """
         views = await self.visible(tenant)
+        prefix_id = self._known.get(tenant.name, {}).get(id_or_name, id_or_name)
         for view in views:
-            if view.prefix_id == id_or_name:
+            if view.prefix_id == prefix_id:
                 return view
         named = [view for view in views if view.name == id_or_name]
         if not named:
@@ -359,6 +390,7 @@ class PrefixDesk:
         PREFIX_NOT_FOUND for any other.
         """
         found = 0
+        id_or_name = self._known.get(tenant.name, {}).get(id_or_name, id_or_name)
         for one in self._own(tenant):
             if id_or_name in (one.prefix_id, one.order.name):
                 found += 1
@@ -368,6 +400,10 @@ class PrefixDesk:
         found += await self._publisher.revoke(tenant, id_or_name)
         if not found:
             raise _unknown()
+
+
+def _given_up() -> ServiceError:
+    return ServiceError(Reason.CANCELLED, "the publication was given up")
 
 
 def _unknown() -> ServiceError:
