@@ -57,9 +57,13 @@ def load_tenants(path: Path) -> tuple[KeyRow, ...]:
         mark = error.problem_mark
         at = "" if mark is None else f", line {mark.line + 1}"
         raise _bad(path, f"is not YAML{at}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _bad(path, "is not YAML") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: bytes that are no UTF-8, or what looks like a date and is none.
+        raise _bad(
+            path, "is not YAML; a key that YAML takes for a date stands in quotes"
+        ) from error
     try:
+        _require_once(yaml.compose(raw, Loader=yaml.SafeLoader), "", set())
         return _checked(document)
     except _Fault as fault:
         raise _bad(path, _text(fault, line_of(raw, fault.where))) from fault
@@ -92,6 +96,32 @@ def _lines(node: Any, where: str) -> Iterator[tuple[str, int]]:
             name = f"{where}[{index}]"
             yield name, item.start_mark.line + 1
             yield from _lines(item, name)
+
+
+def _require_once(node: Any, where: str, seen: set[int]) -> None:
+    """Of a field that is given twice YAML keeps the last: half a file would be lost in silence.
+
+    `seen`: nodes by identity, since aliases make one stand in many places.
+    """
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    names: set[str] = set()
+    for at, inner in _fields(node, where):
+        if at in names:
+            raise _Fault(at, "is given twice; give each field once")
+        names.add(at)
+        _require_once(inner, at, seen)
+
+
+def _fields(node: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """What a node of the file holds, and what it is called."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield (f"{where}.{key.value}" if where else str(key.value)), value
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield f"{where}[{index}]", item
 
 
 def _checked(document: Any) -> tuple[KeyRow, ...]:

@@ -133,6 +133,10 @@ def test_class_priority_and_weight_are_the_tenants_and_a_team_may_have_its_own(
         ("keys: [key-i]", "keys: [5]", "line 14, tenants[2].keys[0]", "a string"),
         ("name: initech", "name: acme", "line 14, tenants[2].name", "one entry"),
         ("keys: [key-g]", "keys: [key-g", "line 13", "YAML"),
+        ("keys: [key-g]", "keys: [2024-13-45]", "YAML", "in quotes"),
+        ("  - {name: initech", "tenants:\n  - {name: initech", "line 14, tenants", "given twice"),
+        ("    weight: 3", "    weight: 3\n    weight: 4", "line 6, tenants[0].weight",
+         "given twice"),
     ],
 )  # fmt: skip
 def test_a_fault_names_the_field_the_line_and_what_to_write(
