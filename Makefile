@@ -40,7 +40,7 @@ model: setup ## fetch and verify the bundled model
 	@$(BIN)/baton models pull smollm2
 
 .PHONY: demo
-demo: setup ## install, fetch the model, start the cluster, stream one answer, stop
+demo: setup ## install, fetch the model, start the cluster, stream two answers, stop
 	@$(BIN)/baton demo
 
 .PHONY: up
