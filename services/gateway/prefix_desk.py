@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, unique
@@ -362,10 +362,12 @@ class PrefixDesk:
         under_way = [one for one in self._under_way.values() if one.tenant.name == tenant.name]
         return [*under_way, *self._failed.get(tenant.name, [])]
 
-    async def require(self, tenant: Tenant, id_or_name: str, prompt: EncodedPrompt) -> PrefixView:
-        """The prefix that a request says it begins with, if it can: PREFIX_NOT_FOUND where the
-        tenant may use none of this id or name, TOKENIZER_MISMATCH or COMPAT_MISMATCH naming both
-        hashes where it is stale, INVALID_REQUEST where the prompt begins otherwise.
+    async def require(
+        self, tenant: Tenant, id_or_name: str, prompts: Iterable[EncodedPrompt]
+    ) -> PrefixView:
+        """The prefix that a request says its prompts begin with, if they can: PREFIX_NOT_FOUND
+        where the tenant may use none of this id or name, TOKENIZER_MISMATCH or COMPAT_MISMATCH
+        naming both hashes where it is stale, INVALID_REQUEST where a prompt begins otherwise.
         """
         view = await self.find(tenant, id_or_name)
         if view.prefix is None:
@@ -378,9 +380,10 @@ class PrefixDesk:
         stale = self._publisher.rules.refusal(view.prefix)
         if stale is not None:
             raise stale
-        differs = view.prefix.difference_to(prompt)
-        if differs is not None:
-            raise differs
+        for prompt in prompts:
+            differs = view.prefix.difference_to(prompt)
+            if differs is not None:
+                raise differs
         return view
 
     # --- ending ----------------------------------------------------------------------------------

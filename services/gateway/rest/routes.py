@@ -281,10 +281,9 @@ class Routes:
         wanted = header(scope, PREFIX_HEADER)
         if wanted is None:
             return
-        tenant, desk = RequestContext.of(scope).tenant, self._core.prefixes
-        for one in members:
-            if one.after is None:
-                await desk.require(tenant, wanted, one.request.prompt)
+        # The stores are asked once, however many prompts there are.
+        prompts = [one.request.prompt for one in members if one.after is None]
+        await self._core.prefixes.require(RequestContext.of(scope).tenant, wanted, prompts)
 
     def _check_strict(self, scope: Scope, ignored: tuple[str, ...]) -> None:
         if ignored and b"strict=1" in scope["query_string"].split(b"&"):

@@ -12,21 +12,25 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import Reason, ServiceError
+from baton.kv.digests import ids_hash, text_hash
 from baton.kv.manifest import Segment
 from services.gateway.prefix_desk import COMPUTING_MAX, PrefixDesk, PrefixStatus
 from services.gateway.prefixes import PublishedPrefix, ReadingRules
 from services.gateway.publishing import Publisher, PublishOrder
-from services.gateway.request import Tenant
+from services.gateway.request import EncodedPrompt, Tenant
 
 ACME, GLOBEX = Tenant(name="acme"), Tenant(name="globex")
 OLD_ID = "pfx-" + "0" * 24
+IDS = tuple(range(16))
 
 
 def order(name: str) -> PublishOrder:
     return PublishOrder(name=name, turns=(), text="x" * 1000, tenants=(), ttl_s=None)
 
 
-def prefix(tenant: Tenant, name: str, prefix_id: str) -> PublishedPrefix:
+def prefix(
+    tenant: Tenant, name: str, prefix_id: str, token_ids: tuple[int, ...] = IDS
+) -> PublishedPrefix:
     segment = Segment(
         log_id=bytes(16),
         generation=1,
@@ -38,6 +42,8 @@ def prefix(tenant: Tenant, name: str, prefix_id: str) -> PublishedPrefix:
         tokenizer_hash=bytes(16),
         block_tokens=16,
         numeric_class_id=bytes(16),
+        text_hash=text_hash(b"x"),
+        ids_hash=ids_hash(token_ids),
     )
     return PublishedPrefix(
         prefix_id=prefix_id,
@@ -61,6 +67,7 @@ class FakePublisher:
 
     how: Callable[[Tenant, PublishOrder, str], Awaitable[PublishedPrefix]]
     there: list[PublishedPrefix] = field(default_factory=list)
+    listings: int = 0
     model_name: str = "m"
     rules: ReadingRules = field(
         default_factory=lambda: ReadingRules(tokenizer_hash=bytes(16), template_digest=b"")
@@ -76,6 +83,7 @@ class FakePublisher:
 
     async def usable(self, tenant: Tenant) -> list[PublishedPrefix]:
         """The tenant's own."""
+        self.listings += 1
         return [one for one in self.there if one.owner_tenant == tenant.name]
 
     async def revoke(self, tenant: Tenant, id_or_name: str) -> int:
@@ -193,6 +201,21 @@ async def test_the_id_that_was_given_finds_what_was_there_already() -> None:
     assert refused.value.reason is Reason.PREFIX_NOT_FOUND
     await desk.revoke(ACME, given)
     assert not publisher.there
+
+
+async def test_one_request_of_many_prompts_asks_the_stores_once() -> None:
+    """And each prompt is compared: the last one begins otherwise."""
+    publisher = FakePublisher(refuse)
+    publisher.there.append(prefix(ACME, "brief", OLD_ID, IDS))
+    same = EncodedPrompt(token_ids=(*IDS, 7), rendered=b"x")
+    other = EncodedPrompt(token_ids=(*IDS[1:], 7, 7), rendered=b"x")
+    async with asyncio.TaskGroup() as group:
+        desk = Desk(publisher, group).desk
+        assert (await desk.require(ACME, "brief", [same] * 64)).prefix_id == OLD_ID
+        assert publisher.listings == 1
+        with pytest.raises(ServiceError) as refused:
+            await desk.require(ACME, "brief", [same, other])
+    assert refused.value.reason is Reason.INVALID_REQUEST
 
 
 async def test_a_client_that_leaves_takes_nobodys_order_with_it() -> None:
