@@ -98,10 +98,12 @@ class PrefixCalls:
         table = self._runtime.core.prefixes
         if request.known_version == table.version:
             return kvstore_pb2.ListPrefixesResponse(version=table.version, unchanged=True)
-        visible = table.visible_to(tenant)
-        return kvstore_pb2.ListPrefixesResponse(
-            version=table.version, prefixes=[self._to_proto(prefix) for prefix in visible]
-        )
+        prefixes = [self._to_proto(prefix) for prefix in table.visible_to(tenant)]
+        for message in prefixes:
+            # They would fill the largest message long before the table is full, and are content:
+            # who may use a prefix knows it, and need not be told it.
+            message.segment.ClearField("token_ids")
+        return kvstore_pb2.ListPrefixesResponse(version=table.version, prefixes=prefixes)
 
     def _to_proto(self, prefix: Prefix) -> kvstore_pb2.PublishedPrefix:
         limits = self._runtime.core.limits

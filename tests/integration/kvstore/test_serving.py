@@ -370,6 +370,8 @@ async def test_published_prefix_is_listed_spliced_and_revoked(site: Site) -> Non
     listed = await site.stub.ListPrefixes(kvstore_pb2.ListPrefixesRequest(capability=operator))
     # The store is shared with other tests; theirs are none of this one's business.
     (own,) = [item for item in listed.prefixes if item.prefix_id == prefix.prefix_id]
+    assert list(prefix.segment.token_ids) == prompt[: 2 * BLOCK]
+    assert not own.segment.token_ids
     again = await site.stub.ListPrefixes(
         kvstore_pb2.ListPrefixesRequest(capability=operator, known_version=listed.version)
     )
