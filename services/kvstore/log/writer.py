@@ -426,14 +426,12 @@ class LogWriter:
         return await self.free_before(end)
 
     async def settled(self, log_id: bytes) -> None:
-        """What a reader of the log may be told is acked at `os`.
+        """What a reader of the log may be told is acked at `os`: no record of it waits.
 
         While the log cannot be written, logs all of whose records stand are still read.
         """
-        if self.fault is None:
+        if any(item.log_id == log_id for item in (*self._in_flight, *self._pending)):
             await self.acked(AckLevel.OS)
-        elif any(item.log_id == log_id for item in (*self._in_flight, *self._pending)):
-            raise self.fault
 
     async def close(self) -> None:
         """After `run` ended: flushes and ends the segment; OSError when the disk refuses."""

@@ -130,6 +130,26 @@ async def test_stalled_flush_delays_disk_acks_only(tmp_path, monkeypatch):
     assert positions(tmp_path) == list(range(1, 82))
 
 
+async def test_a_reader_waits_for_the_records_of_its_log_only(tmp_path, monkeypatch):
+    """Those of others that came meanwhile may stand in a group that is still to be written."""
+    disk = Disk(monkeypatch, "pwrite")
+    async with writing(tmp_path) as writer:
+        submit(writer)
+        await writer.acked(AckLevel.OS)
+        disk.entered.clear()
+        disk.gate.clear()
+        submit(writer)
+        own = asyncio.ensure_future(writer.settled(bytes(15) + b"1"))  # noqa: TID251 - awaited below
+        await waited_for(disk.entered)
+        submit(writer)
+        await writer.settled(bytes(16))
+        assert not own.done()
+        disk.gate.set()
+        await own
+        await writer.settled(bytes(15) + b"1")
+    assert positions(tmp_path) == [1, 2, 3]
+
+
 async def test_groups_collect_while_one_is_flushed(tmp_path, monkeypatch):
     """Eighty waiting appends share the next flush: group commit."""
     flush = Disk(monkeypatch, "fdatasync")

@@ -15,8 +15,9 @@ import pytest
 from baton.errors import StartupError
 from baton.kv.layout import KvDtype, KvGeometry, page_crc, page_view, slot_crcs
 from services.kvstore.arena import DATA_OFFSET, Arena, ArenaSpec
-from services.kvstore.page_worker import Damaged, Filled, fill_page
-from services.kvstore.state import FillPage, PageRow, SlotSource
+from services.kvstore.page_worker import Damaged, Filled, _damaged_blocks, fill_page
+from services.kvstore.rows import Rows
+from services.kvstore.state import CheckPages, FillPage, PageRow, SlotSource
 
 GEOMETRY = KvGeometry(
     layers=2, kv_heads=2, head_dim=4, head_dim_v=4, block_tokens=8, dtype=KvDtype.F32
@@ -230,3 +231,19 @@ def test_source_that_does_not_verify_is_not_copied(arena: Arena, tokens: int) ->
     source = SlotSource(row=row, first_slot=0, tokens=tokens)
     assert isinstance(fill_page(arena, work([source], tokens)), Damaged)
     assert not arena.page(3).any()
+
+
+@pytest.mark.parametrize("tokens", [8, 5])
+@pytest.mark.parametrize("damaged", [None, 0, 2])
+def test_the_first_page_that_is_not_its_record_s_is_named(
+    arena: Arena, tokens: int, damaged: int | None
+) -> None:
+    """Of all that a new writer adopts; the last one may be a tail, which has CRCs by slot."""
+    table = Rows([filled(arena, 2, 8), filled(arena, 0, 8), filled(arena, 1, tokens)])
+    if damaged is not None:
+        arena.page(table[damaged].page)[-1 if tokens == 8 else 0] ^= 1
+    check = CheckPages(log_id=bytes(16), generation=4, rows=table)
+    found = _damaged_blocks(arena, check)
+    assert [one.work.block_index for one in found] == ([] if damaged is None else [damaged])
+    assert not _damaged_blocks(arena, replace(check, indexes=(1,)))
+    assert not _damaged_blocks(arena, replace(check, indexes=()))
