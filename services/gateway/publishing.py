@@ -97,7 +97,8 @@ class Publisher:
         returned as it is. `prefix_id` empty: the store draws one.
         """
         token_ids = await self._token_ids(order)
-        plan = self._parts.planner.plan(PlanRequest(prompt_tokens=len(token_ids)))
+        search = PlanRequest(prompt_tokens=len(token_ids), tenant=tenant.name)
+        plan = self._parts.planner.plan(search)
         label = plan.writer.label
         assert label is not None, "the planner takes labelled workers only"
         prompt = cut_to_blocks(token_ids, label.block_tokens, self._model.tokenizer.decode_bytes)

@@ -59,9 +59,11 @@ class HistoryComputer:
         request = self._request(tenant, ids, base, ttl_s)
         opener = LogOpener(self._parts, request)
         reuse = RequestReuse(self._parts.planner.reuse, request)
-        recovery = Recovery(self._parts, request.request_id, len(ids), reuse.expected)
+        recovery = Recovery(
+            self._parts, request.request_id, len(ids), reuse.expected, tenant=tenant.name
+        )
         try:
-            plan = self._plan_near(ids, base) or await recovery.plan()
+            plan = self._plan_near(tenant, ids, base) or await recovery.plan()
             while True:
                 try:
                     leg = await self._attempt(opener, recovery, plan)
@@ -93,14 +95,16 @@ class HistoryComputer:
         except ServiceError as error:
             raise _blamed(error, leg.plan.writer) from error
 
-    def _plan_near(self, ids: Sequence[int], base: ParentLog | None) -> Plan | None:
+    def _plan_near(self, tenant: Tenant, ids: Sequence[int], base: ParentLog | None) -> Plan | None:
         """A plan whose writer sits where the base is; None where there is none now."""
         if base is None:
             return None
         planner = self._parts.planner
         excluded: list[tuple[str, int]] = []
         while True:
-            request = PlanRequest(prompt_tokens=len(ids), excluded_runs=tuple(excluded))
+            request = PlanRequest(
+                prompt_tokens=len(ids), excluded_runs=tuple(excluded), tenant=tenant.name
+            )
             try:
                 plan = planner.plan(request)
             except ServiceError:
