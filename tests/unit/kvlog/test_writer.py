@@ -139,7 +139,8 @@ async def test_a_reader_waits_for_the_records_of_its_log_only(tmp_path, monkeypa
         disk.entered.clear()
         disk.gate.clear()
         submit(writer)
-        own = asyncio.ensure_future(writer.settled(bytes(15) + b"1"))  # noqa: TID251 - awaited below
+        reading = writer.settled(bytes(15) + b"1")
+        own = asyncio.ensure_future(reading)  # noqa: TID251 - awaited below
         await waited_for(disk.entered)
         submit(writer)
         await writer.settled(bytes(16))
