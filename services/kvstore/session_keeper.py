@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.errors import Reason, ServiceError
-from services.kvstore.core import Core, invalid
+from services.kvstore.core import Core, invalid, log_not_found
 from services.kvstore.home import Event, require_allowed
-from services.kvstore.keeper import require_tenant
 from services.kvstore.sessions import (
     FIRST_GENERATION,
     SESSION_TTL_S,
     SESSION_TTL_S_MAX,
+    Owner,
     SessionState,
     advanced,
 )
-from services.kvstore.state import AckLevel
+from services.kvstore.state import AckLevel, LogState
 
 SESSION_ID_BYTES_MAX = 64
 HOME_BYTES_MAX = 256
@@ -41,12 +41,23 @@ class SetOrder:
     """
 
     session_id: str
-    tenant: str
+    owner: Owner
     expected: int | None
     head: Head
     ttl_s: float | None = None
     parent_id: str | None = None
     parent_position: int = 0
+
+
+def owner_of(log: LogState) -> Owner:
+    """Whose a log is; a caller's salt narrows what it shares, not whose it is."""
+    return Owner(log.tenant, log.scope.team or "")
+
+
+def require_owner(log: LogState, owner: Owner) -> None:
+    """Another owner's log and none at all look the same: LOG_NOT_FOUND."""
+    if owner_of(log) != owner:
+        raise log_not_found(log.log_id)
 
 
 class SessionKeeper:
@@ -61,9 +72,9 @@ class SessionKeeper:
         table = self._core.sessions
         known: SessionState | None = None
         if order.expected is None:
-            table.require_new(order.session_id, order.tenant)
+            table.require_new(order.session_id, order.owner.tenant)
         else:
-            known = table.require_current(order.session_id, order.tenant, order.expected)
+            known = table.require_current(order.session_id, order.owner, order.expected)
         log_generation, level = self._head(order)
         if known is None:
             session = self._made(order, log_generation, wall_s)
@@ -98,7 +109,7 @@ class SessionKeeper:
         if head.home is not None:
             return 0, AckLevel.OS
         log = self._core.find(head.log_id)
-        require_tenant(log, order.tenant)
+        require_owner(log, order.owner)
         require_allowed(log, Event.FORK)
         if head.position > log.position:
             raise invalid("head.position", f"the log has {log.position} tokens")
@@ -114,7 +125,7 @@ class SessionKeeper:
         ttl_s = SESSION_TTL_S if order.ttl_s is None else order.ttl_s
         return SessionState(
             session_id=order.session_id,
-            tenant=order.tenant,
+            owner=order.owner,
             generation=FIRST_GENERATION,
             log_id=order.head.log_id,
             log_generation=log_generation,
@@ -127,13 +138,13 @@ class SessionKeeper:
             parent_position=order.parent_position,
         )
 
-    def delete(self, session_id: str, tenant: str, expected: int | None) -> None:
+    def delete(self, session_id: str, owner: Owner, expected: int | None) -> None:
         """The name is gone; its logs stay for their own time."""
         table = self._core.sessions
         if expected is None:
-            session = table.find(session_id, tenant)
+            session = table.find(session_id, owner)
         else:
-            session = table.require_current(session_id, tenant, expected)
+            session = table.require_current(session_id, owner, expected)
         table.remove(session_id)
         self._core.journal.session(session, is_deleted=True)
 

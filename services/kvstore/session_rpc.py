@@ -1,6 +1,6 @@
 """`SessionService` on gRPC: the sessions of one kvstore.
 
-Owns the path of these calls: rights, tenants, answers to repeated calls, the tree around a head.
+Owns the path of these calls: rights, owners, answers to repeated calls, the tree around a head.
 Raises ServiceError; the interceptor aborts.
 """
 
@@ -25,8 +25,8 @@ from services.kvstore.core import invalid
 from services.kvstore.keeper import CANCELLED
 from services.kvstore.listing import Lineage
 from services.kvstore.runtime import Runtime
-from services.kvstore.session_keeper import Head, SetOrder
-from services.kvstore.sessions import SessionState
+from services.kvstore.session_keeper import Head, SetOrder, owner_of
+from services.kvstore.sessions import Owner, SessionState
 from services.kvstore.state import LogState, Phase
 from services.kvstore.walking import all_logs
 
@@ -51,13 +51,13 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
         """Compare-and-set."""
         self._runtime.writer.require_room()
         claims = self._access.any_of(request.capability, CHANGE_RIGHTS)
-        tenant, _ = claims.tenant_scope()
+        owner = Owner(*claims.tenant_scope())
         subject = request.session_id.encode()
         await faults.reach("kv.before_session")
-        call = self._answers.call(sessions_pb2.SetSessionResponse, tenant, subject, request)
+        call = self._answers.call(sessions_pb2.SetSessionResponse, owner.tenant, subject, request)
         kept = call.known()
         if kept is None:
-            order = _order_of(request, tenant)
+            order = _order_of(request, owner)
             keeper = self._runtime.store.session_keeper
             session, level = keeper.set(order, self._runtime.now().wall_s)
             answer = sessions_pb2.SetSessionResponse(session=session_to_proto(session))
@@ -70,19 +70,19 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
         self, request: sessions_pb2.GetSessionRequest, context: _Context
     ) -> sessions_pb2.GetSessionResponse:
         """One session, with its tree."""
-        tenant = self._reader(request.capability)
-        session = self._runtime.core.sessions.find(request.session_id, tenant)
+        owner = self._reader(request.capability)
+        session = self._runtime.core.sessions.find(request.session_id, owner)
         answer = sessions_pb2.GetSessionResponse(session=session_to_proto(session))
         if request.with_lineage and session.home is None:
-            answer.lineage.extend(await self._lineage(session.log_id, tenant))
+            answer.lineage.extend(await self._lineage(session.log_id, owner))
         return answer
 
     async def ListSessions(
         self, request: sessions_pb2.ListSessionsRequest, context: _Context
     ) -> sessions_pb2.ListSessionsResponse:
-        """The tenant's."""
-        tenant = self._reader(request.capability)
-        found = self._runtime.core.sessions.of_tenant(tenant)
+        """The owner's."""
+        owner = self._reader(request.capability)
+        found = self._runtime.core.sessions.of_owner(owner)
         return sessions_pb2.ListSessionsResponse(sessions=map(session_to_proto, found))
 
     async def DeleteSession(
@@ -91,13 +91,15 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
         """Ends a name."""
         self._runtime.writer.require_room()
         claims = self._access.any_of(request.capability, CHANGE_RIGHTS)
-        tenant, _ = claims.tenant_scope()
+        owner = Owner(*claims.tenant_scope())
         subject = request.session_id.encode()
-        call = self._answers.call(sessions_pb2.DeleteSessionResponse, tenant, subject, request)
+        call = self._answers.call(
+            sessions_pb2.DeleteSessionResponse, owner.tenant, subject, request
+        )
         kept = call.known()
         if kept is None:
             keeper = self._runtime.store.session_keeper
-            keeper.delete(request.session_id, tenant, request.expected_generation or None)
+            keeper.delete(request.session_id, owner, request.expected_generation or None)
             kept = call.keep(sessions_pb2.DeleteSessionResponse())
         await self._runtime.acked(kept.level)
         return kept.answer
@@ -106,13 +108,13 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
         self, request: sessions_pb2.FindAnswerRequest, context: _Context
     ) -> sessions_pb2.FindAnswerResponse:
         """The log that has a request's answer to its end, else the newest of its attempts."""
-        tenant = self._reader(request.capability)
+        owner = self._reader(request.capability)
         wanted = wire.require_request_id(request.request_id)
         found: LogState | None = None
         async for logs in all_logs(self._runtime.core):
             for log in logs:
                 is_better = found is None or _rank(found) <= _rank(log)
-                if is_better and log.tenant == tenant and _answers(log, wanted):
+                if is_better and owner_of(log) == owner and _answers(log, wanted):
                     found = log
         if found is None:
             raise ServiceError(
@@ -125,14 +127,14 @@ class SessionServicer(sessions_pb2_grpc.SessionServiceServicer):
 
     # --- parts ------------------------------------------------------------------------------
 
-    def _reader(self, capability: str) -> str:
+    def _reader(self, capability: str) -> Owner:
         claims = self._access.any_of(capability, (Right.READ,))
-        return claims.tenant_scope()[0]
+        return Owner(*claims.tenant_scope())
 
-    async def _lineage(self, log_id: bytes, tenant: str) -> list[sessions_pb2.LineageLog]:
+    async def _lineage(self, log_id: bytes, owner: Owner) -> list[sessions_pb2.LineageLog]:
         lineage = Lineage()
         async for logs in all_logs(self._runtime.core):
-            lineage.add([log for log in logs if log.tenant == tenant])
+            lineage.add([log for log in logs if owner_of(log) == owner])
         tree = lineage.tree(lineage.root_of(log_id))
         return [self._node(*node) for node in islice(tree, LINEAGE_MAX)]
 
@@ -176,7 +178,7 @@ def _ids(sessions: list[SessionState]) -> Iterator[str]:
     return (one.session_id for one in sessions)
 
 
-def _order_of(request: sessions_pb2.SetSessionRequest, tenant: str) -> SetOrder:
+def _order_of(request: sessions_pb2.SetSessionRequest, owner: Owner) -> SetOrder:
     if not request.HasField("head"):
         raise invalid("head", "must be given: a log and a position")
     head = Head(
@@ -186,7 +188,7 @@ def _order_of(request: sessions_pb2.SetSessionRequest, tenant: str) -> SetOrder:
     )
     return SetOrder(
         session_id=request.session_id,
-        tenant=tenant,
+        owner=owner,
         expected=request.expected_generation or None,
         head=head,
         ttl_s=duration_from_proto(request.ttl) if request.HasField("ttl") else None,

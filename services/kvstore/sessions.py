@@ -1,10 +1,10 @@
-"""Sessions: a tenant's names for positions of logs, and who may change what they name.
+"""Sessions: names for positions of logs, of a tenant or one of its teams, and who may change them.
 
 Owns the table, the compare-and-set of its entries, their number and their end. Pure; wall time is
 passed in. A session's head does not end by its own time while the session names it.
 
 Invariants: a generation only grows; a change under another generation than the session's is
-refused and changes nothing; another tenant's session and none at all look the same.
+refused and changes nothing; another owner's session and none at all look the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from baton.errors import Reason, ServiceError
 
@@ -25,6 +25,13 @@ FIRST_GENERATION: Final = 1
 STALE_ENDS_MAX: Final = 1_024
 
 
+class Owner(NamedTuple):
+    """Whose a session is, as the verified credential says; `team` is empty outside teams."""
+
+    tenant: str
+    team: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionState:
     """One session: tokens [0, position) of a log. `home` is the address of the kvstore that has the
@@ -32,7 +39,7 @@ class SessionState:
     """
 
     session_id: str
-    tenant: str
+    owner: Owner
     generation: int
     log_id: bytes
     log_generation: int
@@ -74,10 +81,10 @@ class SessionTable:
         """The session, whoever's it is."""
         return self._by_id.get(session_id)
 
-    def find(self, session_id: str, tenant: str) -> SessionState:
-        """The tenant's session; NOT_FOUND for another's and for none."""
+    def find(self, session_id: str, owner: Owner) -> SessionState:
+        """The owner's session; NOT_FOUND for another's and for none."""
         found = self._by_id.get(session_id)
-        if found is None or found.tenant != tenant:
+        if found is None or found.owner != owner:
             raise ServiceError(
                 Reason.NOT_FOUND,
                 "no session of this id; it was deleted, its time was over, or it never was",
@@ -85,9 +92,9 @@ class SessionTable:
             )
         return found
 
-    def of_tenant(self, tenant: str) -> list[SessionState]:
-        """The tenant's sessions, the oldest first."""
-        found = [one for one in self._by_id.values() if one.tenant == tenant]
+    def of_owner(self, owner: Owner) -> list[SessionState]:
+        """The owner's sessions, the oldest first."""
+        found = [one for one in self._by_id.values() if one.owner == owner]
         return sorted(found, key=lambda one: (one.created_wall_s, one.session_id))
 
     def require_new(self, session_id: str, tenant: str) -> None:
@@ -106,9 +113,9 @@ class SessionTable:
                 metadata={"sessions": str(self._counts[tenant])},
             )
 
-    def require_current(self, session_id: str, tenant: str, generation: int) -> SessionState:
-        """The tenant's session, if `generation` is its current one; else STALE_GENERATION."""
-        found = self.find(session_id, tenant)
+    def require_current(self, session_id: str, owner: Owner, generation: int) -> SessionState:
+        """The owner's session, if `generation` is its current one; else STALE_GENERATION."""
+        found = self.find(session_id, owner)
         if found.generation != generation:
             raise ServiceError(
                 Reason.STALE_GENERATION,
@@ -123,7 +130,7 @@ class SessionTable:
         """Makes the session what is given; the caller has checked it."""
         self.remove(session.session_id)
         self._by_id[session.session_id] = session
-        self._counts[session.tenant] += 1
+        self._counts[session.owner.tenant] += 1
         if session.home is None:
             self._by_head.setdefault(session.log_id, set()).add(session.session_id)
         heapq.heappush(self._ends, (session.expires_wall_s, session.session_id))
@@ -136,9 +143,9 @@ class SessionTable:
         known = self._by_id.pop(session_id, None)
         if known is None:
             return None
-        self._counts[known.tenant] -= 1
-        if not self._counts[known.tenant]:
-            del self._counts[known.tenant]
+        self._counts[known.owner.tenant] -= 1
+        if not self._counts[known.owner.tenant]:
+            del self._counts[known.owner.tenant]
         heads = self._by_head.get(known.log_id)
         if heads is not None:
             heads.discard(session_id)
@@ -168,7 +175,7 @@ class SessionTable:
 
     def check_invariants(self, logs: Iterable[bytes]) -> None:
         """Asserts that the indexes agree with the table, and that every local head is a log."""
-        assert self._counts == Counter(one.tenant for one in self._by_id.values())
+        assert self._counts == Counter(one.owner.tenant for one in self._by_id.values())
         known = set(logs)
         for log_id, names in self._by_head.items():
             assert names, log_id.hex()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from services.kvstore.log.format import RecordAddress, RecordType
 from services.kvstore.log.session_records import Session
-from services.kvstore.sessions import SessionState
+from services.kvstore.sessions import Owner, SessionState
 
 
 class SessionFold:
@@ -30,7 +30,7 @@ class SessionFold:
             return
         self._found[record.session_id] = SessionState(
             session_id=record.session_id,
-            tenant=record.tenant,
+            owner=Owner(record.tenant, record.team or ""),
             generation=record.generation,
             log_id=at.log_id,
             log_generation=at.generation,

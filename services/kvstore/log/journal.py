@@ -353,7 +353,8 @@ class LogJournal:
         """SESSION."""
         record = Session(
             session_id=session.session_id,
-            tenant=session.tenant,
+            tenant=session.owner.tenant,
+            team=session.owner.team or None,
             generation=session.generation,
             created_wall_ms=round(session.created_wall_s * 1000),
             expires_wall_ms=round(session.expires_wall_s * 1000),

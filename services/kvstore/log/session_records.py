@@ -1,4 +1,4 @@
-"""The body of SESSION: a tenant's name for a position of a log.
+"""The body of SESSION: a name for a position of a log.
 
 Owns the body, to bytes and back. Never frames it (format.py) and never applies it. The head's log
 id, its generation and the position stand in the record's header and are not repeated here.
@@ -26,7 +26,8 @@ class Session:
 
     `generation` is the session's, which only grows. `home` is the address of the kvstore that has
     the head log; None: this one. `parent_id` is the session it was forked off, at
-    `parent_position`. `is_deleted`: nothing has this id any more.
+    `parent_position`. `team` is None for a session of a whole tenant, whose record has the bytes
+    it had before there were teams. `is_deleted`: nothing has this id any more.
     """
 
     session_id: str
@@ -38,12 +39,14 @@ class Session:
     home: str | None = None
     parent_id: str | None = None
     parent_position: int = 0
+    team: str | None = None
     is_deleted: bool = False
 
     def encode(self) -> bytes:
         """Return the body."""
         texts = [text_bytes(one) for one in (self.session_id, self.tenant, self.home)]
         parent = text_bytes(self.parent_id)
+        team = text_bytes(self.team)
         head = _SESSION.pack(
             self.generation,
             self.expires_wall_ms,
@@ -52,20 +55,20 @@ class Session:
             IS_DELETED if self.is_deleted else 0,
             *(len(text) for text in texts),
             len(parent),
-            0,
+            len(team),
             self.parent_position,
             0,
         )
-        return head + b"".join(texts) + parent
+        return head + b"".join(texts) + parent + team
 
     @classmethod
     def decode(cls, reader: BodyReader) -> Session:
         """Read the body."""
         generation, expires, created, ttl_s, flags, *rest = reader.take(_SESSION, "session")
         id_bytes, tenant_bytes, home_bytes, parent_bytes, *rest = rest
-        reserved, parent_position, also_reserved = rest
+        team_bytes, parent_position, reserved = rest
         require_flags(flags, IS_DELETED, "session.flags")
-        require_zero(reserved + also_reserved, "session.reserved")
+        require_zero(reserved, "session.reserved")
         return cls(
             session_id=reader.take_text(id_bytes, "session_id"),
             tenant=reader.take_text(tenant_bytes, "tenant"),
@@ -76,5 +79,6 @@ class Session:
             home=reader.take_optional_text(home_bytes, "home"),
             parent_id=reader.take_optional_text(parent_bytes, "parent_id"),
             parent_position=parent_position,
+            team=reader.take_optional_text(team_bytes, "team"),
             is_deleted=bool(flags & IS_DELETED),
         )

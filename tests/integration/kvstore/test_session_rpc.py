@@ -257,3 +257,42 @@ async def test_a_parent_without_kv_is_no_reason_to_compute_what_another_log_has(
             expected = float(PROMPT[position] * 1000 + position)
             assert worker.read(view, position) == expected, position
         await site.close(follow, drop=True)
+
+
+async def test_another_team_of_the_tenant_finds_no_session_and_no_answer(
+    own_store: StoreProcess,
+) -> None:
+    """Nor may it name a log of another team, whose tokens it would then read."""
+    async with connected(own_store) as site:
+        worker, names = await site.attach(), Names(site)
+        log = await kept(site, worker, PROMPT)
+        await names.set("s", log)
+        blue = capability(scope="blue")
+        listed = await names.stub.ListSessions(
+            sessions_pb2.ListSessionsRequest(capability=blue), timeout=10.0
+        )
+        assert not listed.sessions
+        for call in (
+            names.stub.GetSession(
+                sessions_pb2.GetSessionRequest(capability=blue, session_id="s"), timeout=10.0
+            ),
+            names.stub.DeleteSession(
+                sessions_pb2.DeleteSessionRequest(
+                    capability=blue, request_id=new_request_id(), session_id="s"
+                ),
+                timeout=10.0,
+            ),
+            names.stub.SetSession(
+                sessions_pb2.SetSessionRequest(
+                    capability=blue,
+                    request_id=new_request_id(),
+                    session_id="t",
+                    head=common_pb2.LogPosition(log_id=log.log_id, position=len(log.tokens)),
+                ),
+                timeout=10.0,
+            ),
+        ):
+            with pytest.raises(ServiceError) as caught:
+                await call
+            assert caught.value.reason in (Reason.NOT_FOUND, Reason.LOG_NOT_FOUND)
+        assert (await names.get("s")).head.log_id == log.log_id

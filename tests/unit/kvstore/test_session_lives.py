@@ -12,6 +12,7 @@ from hypothesis.stateful import rule
 
 from baton.errors import Reason, ServiceError
 from services.kvstore.session_keeper import Head, SetOrder
+from services.kvstore.sessions import Owner
 from tests.unit.kvstore.cores import NOW, recovered_from
 from tests.unit.kvstore.test_store_machine import LogLives, require_expected
 
@@ -46,7 +47,7 @@ class SessionLives(LogLives):
         expected = None if known is None else known[0] - behind
         order = SetOrder(
             session_id=name,
-            tenant="acme",
+            owner=Owner("acme"),
             expected=expected,
             head=Head(log_id=log_id, position=position),
         )
@@ -68,7 +69,7 @@ class SessionLives(LogLives):
         """The name ends; its log stays."""
         known = self.living().get(name)
         if known is not None:
-            self.store.session_keeper.delete(name, "acme", None)
+            self.store.session_keeper.delete(name, Owner("acme"), None)
             self.names.pop(name)
             assert self.alive(known[1])
 

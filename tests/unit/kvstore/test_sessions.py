@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import Reason, ServiceError
+from services.kvstore.log.fields import BodyReader
 from services.kvstore.log.fold_sessions import SessionFold
 from services.kvstore.log.format import RecordAddress, RecordType
 from services.kvstore.log.session_records import Session
-from services.kvstore.sessions import Bounds, SessionState, SessionTable, advanced
+from services.kvstore.sessions import Bounds, Owner, SessionState, SessionTable, advanced
 
 LOG, OTHER = bytes(range(16)), bytes(range(1, 17))
 
@@ -17,7 +20,7 @@ def session(name: str = "sess-1", tenant: str = "acme", log_id: bytes = LOG) -> 
     """A session at its first generation."""
     return SessionState(
         session_id=name,
-        tenant=tenant,
+        owner=Owner(tenant),
         generation=1,
         log_id=log_id,
         log_generation=2,
@@ -37,11 +40,11 @@ def test_a_change_under_another_generation_is_stale_and_changes_nothing() -> Non
     """Of two edits that read the same session, the second must not win silently."""
     table = SessionTable()
     table.put(session())
-    table.put(moved(table.require_current("sess-1", "acme", 1), OTHER))
+    table.put(moved(table.require_current("sess-1", Owner("acme"), 1), OTHER))
     with pytest.raises(ServiceError) as caught:
-        table.require_current("sess-1", "acme", 1)
+        table.require_current("sess-1", Owner("acme"), 1)
     assert caught.value.reason is Reason.STALE_GENERATION
-    assert table.find("sess-1", "acme").log_id == OTHER
+    assert table.find("sess-1", Owner("acme")).log_id == OTHER
     table.check_invariants([OTHER])
 
 
@@ -50,11 +53,29 @@ def test_another_tenants_session_looks_like_none() -> None:
     table = SessionTable()
     table.put(session())
     with pytest.raises(ServiceError) as theirs:
-        table.find("sess-1", "beta")
+        table.find("sess-1", Owner("beta"))
     with pytest.raises(ServiceError) as nobodys:
-        table.find("sess-2", "beta")
+        table.find("sess-2", Owner("beta"))
     assert theirs.value.message == nobodys.value.message
-    assert table.of_tenant("beta") == []
+    assert table.of_owner(Owner("beta")) == []
+
+
+def test_teams_of_a_tenant_see_their_own_sessions_and_count_together() -> None:
+    """A team's conversations are its own, as its cached KV is; the bound is the tenant's."""
+    table = SessionTable(bounds=Bounds(sessions_max=9, per_tenant_max=2))
+    red, blue, whole = Owner("acme", "red"), Owner("acme", "blue"), Owner("acme")
+    table.put(replace(session("r"), owner=red))
+    table.put(session("w"))
+    assert [one.session_id for one in table.of_owner(red)] == ["r"]
+    assert [one.session_id for one in table.of_owner(whole)] == ["w"]
+    assert table.of_owner(blue) == []
+    for name, owner in (("r", blue), ("r", whole), ("w", red)):
+        with pytest.raises(ServiceError) as caught:
+            table.require_current(name, owner, 1)
+        assert caught.value.reason is Reason.NOT_FOUND
+    with pytest.raises(ServiceError) as full:
+        table.require_new("b", "acme")
+    assert full.value.reason is Reason.QUOTA_EXCEEDED
 
 
 def test_a_tenant_has_so_many_sessions_and_no_more() -> None:
@@ -82,6 +103,19 @@ def test_a_head_is_held_until_the_last_session_that_names_it_ends() -> None:
     assert [one.session_id for one in table.take_over(250.0)] == ["sess-1"]
     assert len(table) == 0
     table.check_invariants([])
+
+
+@pytest.mark.parametrize("team", [None, "red"])
+def test_a_record_tells_whose_a_session_is(team: str | None) -> None:
+    """One without a team has the bytes it had before there were teams."""
+    told = replace(record(1), team=team)
+    body = told.encode()
+    assert Session.decode(BodyReader(body)) == told
+    assert len(body) == 48 + len("sess-1acme") + len(team or "")
+    fold = SessionFold()
+    fold.apply(RecordAddress(log_id=LOG, generation=2, position=9), told)
+    (found,) = fold.result()
+    assert found.owner == Owner("acme", team or "")
 
 
 def record(generation: int, **fields: bool) -> Session:
