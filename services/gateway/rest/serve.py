@@ -95,8 +95,9 @@ class _Exchange:
 
     def ended(self) -> None:
         """The client has it all and the watch over its connection is over."""
-        if self._served.stream.is_stream and self._last_token_s is not None:
-            # A stream's end has no call of its own: it is what follows the last token.
+        if self._last_token_s is not None:
+            # An answer's end has no call of its own: it is what follows the last token, the end of
+            # the members' work and of the watch over the connection included.
             span_s = (self._last_token_s, self._core.clock.monotonic_s())
             record_span("respond", current_trace(), span_s)
 
@@ -147,9 +148,8 @@ class _Exchange:
         completed = choices[0].completed
         assert completed is not None
         headers = {**headers, **answer_headers(completed)}
-        with span("respond"):
-            body = self._served.shape.whole(choices, self._usage.body())
-            await send_json(self._send, body, headers=headers)
+        body = self._served.shape.whole(choices, self._usage.body())
+        await send_json(self._send, body, headers=headers)
 
     async def _stream(self, early: list[Indexed], events: Events) -> AsyncGenerator[bytes, None]:
         try:
