@@ -97,6 +97,13 @@ class PrefixView:
     prefix: PublishedPrefix | None
     superseded_by: int | None = None
 
+    def as_seen_by(self, tenant: str) -> PrefixView:
+        """Who else may use it, and how often anybody did, is the owner's to know."""
+        if tenant == self.owner:
+            return self
+        prefix = None if self.prefix is None else replace(self.prefix, hits=0)
+        return replace(self, tenants=(tenant,), prefix=prefix)
+
 
 class PrefixDesk:
     """Where clients publish, look and revoke."""
@@ -306,7 +313,10 @@ class PrefixDesk:
         for prefix in published:
             key = (prefix.owner_tenant, prefix.name)
             newest[key] = max(newest.get(key, 0), prefix.version)
-        views = [self.view_of(one, newest=newest[one.owner_tenant, one.name]) for one in published]
+        views = [
+            self.view_of(one, newest=newest[one.owner_tenant, one.name]).as_seen_by(tenant.name)
+            for one in published
+        ]
         there = {view.prefix_id for view in views}
         views += [self._view_of(one) for one in self._own(tenant) if one.prefix_id not in there]
         return sorted(views, key=lambda view: view.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -82,9 +82,9 @@ class FakePublisher:
         return found
 
     async def usable(self, tenant: Tenant) -> list[PublishedPrefix]:
-        """The tenant's own."""
+        """The tenant's own, and what it was granted."""
         self.listings += 1
-        return [one for one in self.there if one.owner_tenant == tenant.name]
+        return [one for one in self.there if tenant.name in (one.owner_tenant, *one.tenants)]
 
     async def revoke(self, tenant: Tenant, id_or_name: str) -> int:
         """By id or name."""
@@ -201,6 +201,21 @@ async def test_the_id_that_was_given_finds_what_was_there_already() -> None:
     assert refused.value.reason is Reason.PREFIX_NOT_FOUND
     await desk.revoke(ACME, given)
     assert not publisher.there
+
+
+async def test_a_grantee_reads_neither_who_else_may_nor_how_often_anybody_did() -> None:
+    """Both are the owner's to know."""
+    publisher = FakePublisher(refuse)
+    granted = ("globex", "initech")
+    publisher.there.append(replace(prefix(ACME, "brief", OLD_ID), tenants=granted, hits=7))
+    async with asyncio.TaskGroup() as group:
+        desk = Desk(publisher, group).desk
+        owners = await desk.find(ACME, "brief")
+        theirs = await desk.find(GLOBEX, "brief")
+    assert owners.prefix is not None
+    assert (owners.tenants, owners.prefix.hits) == (granted, 7)
+    assert theirs.prefix is not None
+    assert (theirs.tenants, theirs.prefix.hits) == (("globex",), 0)
 
 
 async def test_one_request_of_many_prompts_asks_the_stores_once() -> None:
