@@ -8,11 +8,13 @@ follows from all that stands before: one wrong slot makes everything behind it w
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 
+from baton.arena.copying import checksum
 from baton.kv.layout import KvDtype, KvGeometry
 from services.kvstore.log.format import RecordAddress, RecordType
 from services.kvstore.state import AckLevel
@@ -67,6 +69,10 @@ class ArenaMemory:
     def page(self, index: int) -> Any:
         """A writable page."""
         return self._bytes[index]
+
+    def checksums(self, pages: Sequence[int]) -> list[int]:
+        """The CRC-32C of each page."""
+        return [checksum(self._bytes[page]) for page in pages]
 
     def zero(self, index: int) -> None:
         """Empties a page."""
