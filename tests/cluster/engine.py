@@ -15,6 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from baton.arena.copying import checksum
 from baton.engine.prompt_chunk import PromptChunk
 from baton.engine.transformer import ComputeCancelled
 from baton.kv.layout import KvDtype, KvGeometry, page_view
@@ -57,6 +58,10 @@ class Pages:
         """A writable page."""
         start = index * GEOMETRY.page_bytes
         return np.frombuffer(self._bytes, dtype=np.uint8)[start : start + GEOMETRY.page_bytes]
+
+    def checksums(self, pages: Sequence[int]) -> list[int]:
+        """The CRC-32C of each page."""
+        return [checksum(self.page(page)) for page in pages]
 
     def zero(self, index: int) -> None:
         """Empties a page."""
