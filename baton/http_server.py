@@ -116,7 +116,9 @@ class _Server(uvicorn.Server):
 def _bound_socket(bind: str) -> socket.socket:
     host, port = split_bind(bind)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY on sockets that name their protocol, and on no others. Without it
+    # every answer but a connection's first waits 40 ms for the client's delayed ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
