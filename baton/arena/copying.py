@@ -17,6 +17,7 @@ import numpy.typing as npt
 from baton.engine.step_kernel_build import COPY
 from baton.kv.crc import Buffer, as_bytes, crc32c, extend_crc32c
 from baton.kv.layout import SCALE_BYTES, KvGeometry, slot_crcs
+from baton.native_library import open_library
 
 ABI_VERSION: Final = 2
 DECLARATIONS: Final = """
@@ -42,17 +43,7 @@ Offsets = Sequence[int] | npt.NDArray[np.uint64]
 @cache
 def opened_library() -> tuple[Any, Any] | None:
     """(ffi, library); None where it was not built, is another version's, or cffi is missing."""
-    try:
-        from cffi import FFI
-    except ImportError:
-        return None
-    ffi = FFI()
-    ffi.cdef(DECLARATIONS)
-    try:
-        opened = ffi.dlopen(str(COPY.file))
-    except OSError:
-        return None
-    return (ffi, opened) if opened.bc_abi_version() == ABI_VERSION else None
+    return open_library(COPY.file, DECLARATIONS, "bc_abi_version", ABI_VERSION)
 
 
 def is_native() -> bool:

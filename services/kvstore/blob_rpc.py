@@ -45,6 +45,7 @@ from services.kvstore.identity import Identity
 from services.kvstore.importing import Importer, ImportOrder
 from services.kvstore.maps import LEASE_MAX_S, LEASE_S
 from services.kvstore.measures import StoreMeasures
+from services.kvstore.moving.pins import pinned
 from services.kvstore.runtime import Runtime
 from services.kvstore.state import AckLevel, LogState, PageRow
 from services.kvstore.tiers.promotion import Asked
@@ -229,7 +230,7 @@ class BlobCalls:
         """GetBlob."""
         with self._transfer():
             found = await self._found(request)
-            with self._pinned(found.rows_read):
+            with pinned(self._runtime, found.rows_read):
                 source = await self._source(found)
                 total, offset = source.header.payload_bytes, request.offset_bytes
                 if offset > total:
@@ -261,7 +262,7 @@ class BlobCalls:
         """DescribeBlob."""
         with self._transfer():
             found = await self._found(request)
-            with self._pinned(found.rows_read):
+            with pinned(self._runtime, found.rows_read):
                 source = await self._source(found)
                 await self._guarded(found.log, self._run(source.verify))
         descriptor = descriptor_from_header(source.header, source.page_crcs)
@@ -419,23 +420,6 @@ class BlobCalls:
             yield
         finally:
             self.transfers_open -= 1
-
-    @contextmanager
-    def _pinned(self, rows: list[PageRow]) -> Iterator[None]:
-        core = self._runtime.core
-        for row in rows:
-            core.pool.hold(row.page)
-            core.transfers[row.page] = core.transfers.get(row.page, 0) + 1
-        try:
-            yield
-        finally:
-            for row in rows:
-                core.transfers[row.page] -= 1
-                if not core.transfers[row.page]:
-                    del core.transfers[row.page]
-                core.pool.drop(row.page)
-            core.drain_freed()
-            self._runtime.order_work()
 
     async def _run(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from baton.engine.step_kernel_build import LOG
 from baton.errors import ServiceError
 from baton.kv.crc import Buffer, as_bytes, crc32c, mask_crc
+from baton.native_library import open_library
 from services.kvstore.log.format import (
     ALIGNMENT_BYTES,
     HEADER_BYTES,
@@ -124,17 +125,7 @@ class Scanned:
 @cache
 def opened_library() -> tuple[Any, Any] | None:
     """(ffi, library); None where it was not built, is another version's, or cffi is missing."""
-    try:
-        from cffi import FFI
-    except ImportError:
-        return None
-    ffi = FFI()
-    ffi.cdef(DECLARATIONS)
-    try:
-        opened = ffi.dlopen(str(LOG.file))
-    except OSError:
-        return None
-    return (ffi, opened) if opened.bl_abi_version() == ABI_VERSION else None
+    return open_library(LOG.file, DECLARATIONS, "bl_abi_version", ABI_VERSION)
 
 
 def is_native() -> bool:

@@ -1,4 +1,4 @@
-"""Pages that a reader of another kvstore copies: held while it does.
+"""Pages that somebody reads for longer than a moment, a client or another kvstore: held meanwhile.
 
 Owns the counting of those holds.
 """
