@@ -49,7 +49,7 @@ EDGE_FILES = (
 # package -> where it may be imported.
 RESTRICTED_IMPORTS = {
     "torch": ("baton/engine/*", "baton/testing/*", "services/prefill/*", "services/decode/*"),
-    "cffi": ("baton/engine/*", "baton/arena/*", "services/kvstore/*"),
+    "cffi": ("baton/engine/*",),
     "redis": ("services/gateway/registry*",),
     "ucxx": ("services/kvstore/moving/ucx.py",),
     "transformers": (),

@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.native_library import open_library
 from baton.engine.step_kernel_build import COPY
 from baton.kv.crc import Buffer, as_bytes, crc32c, extend_crc32c
 from baton.kv.layout import SCALE_BYTES, KvGeometry, slot_crcs
-from baton.native_library import open_library
 
 ABI_VERSION: Final = 2
 DECLARATIONS: Final = """

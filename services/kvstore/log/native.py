@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.native_library import open_library
 from baton.engine.step_kernel_build import LOG
 from baton.errors import ServiceError
 from baton.kv.crc import Buffer, as_bytes, crc32c, mask_crc
-from baton.native_library import open_library
 from services.kvstore.log.format import (
     ALIGNMENT_BYTES,
     HEADER_BYTES,
